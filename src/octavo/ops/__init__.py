@@ -1,0 +1,34 @@
+"""Every kernel behind one function: a torch reference that defines it, and faster versions for CPU and GPU."""
+
+from octavo.ops.functions import (
+    add_rms_norm,
+    default_dtype,
+    gelu_tanh_mul,
+    linear,
+    pack_weight,
+    paged_attention,
+    report,
+    rms_norm,
+    rotary_and_store,
+    silu_mul,
+    store_kv,
+)
+from octavo.ops.kv_cache import AttentionMetadata, KVCache
+from octavo.ops.packed_weight import PackedWeight
+
+__all__ = [
+    "AttentionMetadata",
+    "KVCache",
+    "PackedWeight",
+    "add_rms_norm",
+    "default_dtype",
+    "gelu_tanh_mul",
+    "linear",
+    "pack_weight",
+    "paged_attention",
+    "report",
+    "rms_norm",
+    "rotary_and_store",
+    "silu_mul",
+    "store_kv",
+]

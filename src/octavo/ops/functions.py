@@ -1,0 +1,120 @@
+"""The public operations. Each checks nothing that costs time, and runs the first candidate that serves its tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.ops import reference
+from octavo.ops.dispatch import Candidate, Operation
+from octavo.ops.kv_cache import AttentionMetadata, KVCache
+from octavo.ops.packed_weight import PackedWeight, QuantizedWeightLike, TorchDense, TorchQuantized
+
+_RMS_NORM = Operation("rms_norm", Candidate("torch", reference.rms_norm))
+_ADD_RMS_NORM = Operation("add_rms_norm", Candidate("torch", reference.add_rms_norm))
+_SILU_MUL = Operation("silu_mul", Candidate("torch", reference.silu_mul))
+_GELU_TANH_MUL = Operation("gelu_tanh_mul", Candidate("torch", reference.gelu_tanh_mul))
+_ROTARY_AND_STORE = Operation("rotary_and_store", Candidate("torch", reference.rotary_and_store))
+_STORE_KV = Operation("store_kv", Candidate("torch", reference.store_kv))
+_PAGED_ATTENTION = Operation("paged_attention", Candidate("torch", reference.paged_attention))
+
+OPERATIONS = (_RMS_NORM, _ADD_RMS_NORM, _SILU_MUL, _GELU_TANH_MUL, _ROTARY_AND_STORE, _STORE_KV, _PAGED_ATTENTION)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; x [T, H], weight [H]; float32 inside."""
+    return _RMS_NORM(x, weight, eps, out)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual += x in place, then the RMS norm of residual; all [T, H]."""
+    return _ADD_RMS_NORM(x, residual, weight, eps)
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """silu(x[:, :I]) * x[:, I:] for x [T, 2 I]."""
+    return _SILU_MUL(x)
+
+
+def gelu_tanh_mul(x: Tensor) -> Tensor:
+    """gelu(x[:, :I]) * x[:, I:] for x [T, 2 I], with the tanh approximation of GELU."""
+    return _GELU_TANH_MUL(x)
+
+
+def rotary_and_store(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    cache: KVCache,
+    meta: AttentionMetadata,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+) -> Tensor:
+    """Split qkv [T, (Hq + 2 Hkv) D], norm and rotate q and k, write k and v to the cache; returns q [T, Hq, D].
+
+    positions: int64 [T]. cos_sin: [max_pos, rotary_dim], cosines then sines; only the first rotary_dim channels of a
+    head turn. q_norm, k_norm: weights [D] of an RMS norm over the head, before the rotation. `interleaved` pairs
+    channels (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
+    """
+    return _ROTARY_AND_STORE(
+        qkv, positions, cos_sin, cache, meta, num_heads, num_kv_heads, head_dim, q_norm, k_norm, eps, interleaved
+    )
+
+
+def store_kv(k: Tensor, v: Tensor, cache: KVCache, meta: AttentionMetadata) -> None:
+    """Write k, v [T, Hkv, D] to the slots of `meta.slot_mapping`."""
+    _STORE_KV(k, v, cache, meta)
+
+
+def paged_attention(
+    q: Tensor,
+    cache: KVCache,
+    meta: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of q [T, Hq, D] over the pages of each request; returns [T, Hq * D].
+
+    The KV of this step is in the cache already. A query at position p sees positions p - window < j <= p; `softcap`
+    replaces a score s by softcap * tanh(s / softcap); `sinks` [Hq] are scores without a value (gpt-oss).
+    """
+    return _PAGED_ATTENTION(q, cache, meta, scale, window, softcap, sinks)
+
+
+def pack_weight(
+    weight: Tensor | QuantizedWeightLike, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> PackedWeight:
+    """Bring a weight [N, K] into the order of the fastest product for this device; `dtype` is that of the inputs.
+
+    Raises UserError for a quantization that no kernel serves.
+    """
+    device = torch.device(device)
+    if isinstance(weight, Tensor):
+        return TorchDense(weight, dtype, device)
+    return TorchQuantized(weight, dtype, device)
+
+
+def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x [T, K] times the transposed weight plus bias [N]: [T, N] in x's dtype, or `out_dtype` (float32 for logits)."""
+    return packed.linear(x, bias, x.dtype if out_dtype is None else out_dtype)
+
+
+def default_dtype(device: torch.device | str) -> torch.dtype:
+    """bfloat16 on CUDA and on a CPU with bfloat16 products, else float32."""
+    if torch.device(device).type == "cpu" and not torch.cpu._is_avx512_bf16_supported():
+        return torch.float32
+    return torch.bfloat16
+
+
+def report(device: torch.device | str = "cpu") -> list[tuple[str, str, bool, str]]:
+    """(operation, candidate, chosen, reason) of every candidate for `default_dtype(device)`, for `octavo info`."""
+    device = torch.device(device)
+    dtype = default_dtype(device)
+    return [row for operation in OPERATIONS for row in operation.report(device.type, dtype)]

@@ -1,0 +1,112 @@
+"""The paged KV cache of one layer, and what a step says about the requests that read and write it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class KVCache:
+    """Keys and values of one layer in fixed-size blocks; block 0 is the null block.
+
+    The order of the elements inside a block is a matter of the kernels and is told by `interleaved`:
+
+    - plain:       k [blocks, Hkv, block_size, D],          v [blocks, Hkv, block_size, D]
+    - interleaved: k [blocks, Hkv, D / 2, block_size, 2],   v [blocks, Hkv, block_size / 2, D, 2]
+
+    The interleaved order puts the two factors of a bfloat16 pair product side by side: 16 keys (or 16 channels of two
+    values) fill one vector register, so that neither product needs a sum across lanes. A block is contiguous in both.
+    """
+
+    k: Tensor
+    v: Tensor
+    interleaved: bool = False
+
+    @classmethod
+    def allocate(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        interleaved: bool | None = None,
+    ) -> KVCache:
+        """A zeroed cache; `interleaved=None` takes the order that the fastest attention kernel here reads."""
+        if interleaved is None:
+            from octavo.ops.cpu import library  # the extension is opened on first use only
+
+            interleaved = library.prefers_interleaved(torch.device(device), dtype, block_size, head_dim)
+        if interleaved:
+            k_shape: tuple[int, ...] = (num_blocks, num_kv_heads, head_dim // 2, block_size, 2)
+            v_shape: tuple[int, ...] = (num_blocks, num_kv_heads, block_size // 2, head_dim, 2)
+        else:
+            k_shape = v_shape = (num_blocks, num_kv_heads, block_size, head_dim)
+        k = torch.zeros(k_shape, dtype=dtype, device=device)
+        return cls(k, torch.zeros(v_shape, dtype=dtype, device=device), interleaved)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[3] if self.interleaved else self.k.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.v.shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.k.dtype
+
+    def gather(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [Hkv, len(blocks) * block_size, D] of these blocks, in order."""
+        k, v = self.k[blocks], self.v[blocks]
+        if self.interleaved:
+            k = k.permute(1, 0, 3, 2, 4)  # [Hkv, blocks, block_size, D / 2, 2]
+            v = v.permute(1, 0, 2, 4, 3)  # [Hkv, blocks, block_size / 2, 2, D]
+        else:
+            k, v = k.transpose(0, 1), v.transpose(0, 1)
+        shape = (self.num_kv_heads, -1, self.head_dim)
+        return k.reshape(shape), v.reshape(shape)
+
+    def scatter(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write k, v [T, Hkv, D] of token t to `slots[t]` = block * block_size + offset."""
+        block, offset = slots // self.block_size, slots % self.block_size
+        if self.interleaved:
+            self.k[block, :, :, offset] = k.unflatten(2, (-1, 2)).to(self.dtype)
+            self.v[block, :, offset // 2, :, offset % 2] = v.to(self.dtype)
+        else:
+            self.k[block, :, offset] = k.to(self.dtype)
+            self.v[block, :, offset] = v.to(self.dtype)
+
+
+@dataclass
+class AttentionMetadata:
+    """Where the rows of a step belong; one a cache group. Requests come decodes first.
+
+    query_start: int32 [S + 1], rows of q of request s are query_start[s]:query_start[s + 1].
+    seq_lens: int32 [S], context length including the tokens of this step.
+    block_table: int32 [S, max_blocks]; block 0 stands for what slid out of a window and is never read.
+    slot_mapping: int64 [T], block * block_size + offset where the keys and values of token t go.
+    num_decodes: how many leading requests have exactly one query row.
+    """
+
+    query_start: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    max_query_len: int
+    max_seq_len: int
+    num_decodes: int

@@ -1,0 +1,158 @@
+"""Weights in the order that a product kernel reads, and the choice of that order.
+
+`LAYOUTS` is the ordered list of candidates of the operation `linear`; the last are plain torch and take everything.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.errors import UserError
+from octavo.ops import reference
+
+
+class ActivationSchemeLike(Protocol):
+    """How the input of a layer is quantized; see `octavo.checkpoint.scheme.ActivationScheme`."""
+
+    num_bits: int
+    type: str
+    symmetric: bool
+    strategy: str
+    dynamic: bool
+
+
+class WeightSchemeLike(Protocol):
+    """How a weight is quantized; see `octavo.checkpoint.scheme.WeightScheme`."""
+
+    num_bits: int
+    type: str
+    symmetric: bool
+    strategy: str
+    group_size: int | None
+
+    @property
+    def activations(self) -> ActivationSchemeLike | None: ...
+
+
+class QuantizedWeightLike(Protocol):
+    """W[n, k] = scale[n, g] * codes[n, k] + offset[n, g]; see `octavo.checkpoint.quantized.QuantizedWeight`.
+
+    codes: 4-bit uint8 [N, K / 2] with the even k in the low half, values 0..15; 8-bit int8 [N, K], signed.
+    scale, offset: [N, G], g = k // (K / G); offset may be None for 8-bit codes.
+    """
+
+    shape: tuple[int, int]
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor | None
+
+    @property
+    def scheme(self) -> WeightSchemeLike: ...
+
+
+class PackedWeight(ABC):
+    """A weight [N, K] that `octavo.ops.linear` multiplies with; made by `octavo.ops.pack_weight`."""
+
+    name: str = ""
+    shape: tuple[int, int]
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Memory that the packed weight occupies, with scales."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        """x [T, K] times the transposed weight, plus bias [N]: [T, N]."""
+
+    @abstractmethod
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of the weight [*ids.shape, K], dequantized: the embedding lookup of a tied output layer."""
+
+    def describe(self) -> str:
+        """One line for logs and reports: kind, shape and size."""
+        return f"{self.name} [{self.shape[0]}, {self.shape[1]}], {self.num_bytes / 2**20:.1f} MiB"
+
+
+class TorchDense(PackedWeight):
+    """The weight as it is, multiplied by torch."""
+
+    name = "torch dense"
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+        self.weight = weight.to(device=device, dtype=dtype).contiguous()
+        self.shape = (weight.shape[0], weight.shape[1])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes
+
+    def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        return F.linear(x, self.weight, bias).to(out_dtype)
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.weight[ids].to(dtype)
+
+
+class TorchQuantized(PackedWeight):
+    """Codes, scales and offsets as they are; each product dequantizes the whole weight. It defines the result."""
+
+    name = "torch dequantize"
+
+    def __init__(self, weight: QuantizedWeightLike, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = (int(weight.shape[0]), int(weight.shape[1]))
+        self.num_bits = weight.scheme.num_bits
+        self.quantizes_input = quantizes_input(weight.scheme)
+        self.dtype = dtype
+        self.codes = weight.codes.to(device).contiguous()
+        self.scale = weight.scale.to(device)
+        self.offset = None if weight.offset is None else weight.offset.to(device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes + (0 if self.offset is None else self.offset.nbytes)
+
+    def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        if self.quantizes_input:
+            codes, scale = reference.quantize_rows(x)
+            y = F.linear(codes.float(), self.rows(slice(None), torch.float32)) * scale
+            return (y if bias is None else y + bias).to(out_dtype)
+        return F.linear(x, self.rows(slice(None), x.dtype), bias).to(out_dtype)
+
+    def rows(self, ids: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        offset = None if self.offset is None else self.offset[ids]
+        return dequantize(self.codes[ids], self.num_bits, self.scale[ids], offset).to(dtype)
+
+
+def dequantize(codes: Tensor, num_bits: int, scale: Tensor, offset: Tensor | None) -> Tensor:
+    """Float32 weights [..., K] from codes [..., K * num_bits / 8] and scale, offset [..., G]."""
+    if num_bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    weight = codes.float().unflatten(-1, (scale.shape[-1], -1)) * scale.float()[..., None]
+    if offset is not None:
+        weight += offset.float()[..., None]
+    return weight.flatten(-2)
+
+
+def quantizes_input(scheme: WeightSchemeLike) -> bool:
+    """Whether the layer's input is rounded to int8 too. Raises UserError for a scheme that no layout serves."""
+    if scheme.type != "int" or scheme.num_bits not in (4, 8):
+        raise UserError(
+            f"weights of type {scheme.type} with {scheme.num_bits} bits have no kernel; int with 4 or 8 bits does: "
+            "dequantize the weight first"
+        )
+    activations = scheme.activations
+    if activations is None:
+        return False
+    kind = (activations.num_bits, activations.type, activations.symmetric, activations.strategy, activations.dynamic)
+    if kind != (8, "int", True, "token", True):
+        raise UserError(
+            f"activations with (bits, type, symmetric, strategy, dynamic) = {kind} have no kernel; "
+            "(8, 'int', True, 'token', True) does: compress with the scheme W8A8 or a weight-only scheme"
+        )
+    return True
