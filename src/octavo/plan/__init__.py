@@ -1,0 +1,1 @@
+"""Sizes and budgets from a configuration alone: no torch, no weights, no accelerator."""

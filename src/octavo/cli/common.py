@@ -1,0 +1,62 @@
+"""What several commands share: reading a configuration, printing JSON and tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from octavo.plan.presets import find_preset
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """The config of MODEL_OR_CONFIG. Only a GGUF file (and what resolves to one) needs the checkpoint reader."""
+    from octavo.plan.source import load_config
+
+    if model.lower().endswith(".gguf") and find_preset(model) is None:
+        from octavo.checkpoint.reader import open_checkpoint
+
+        return open_checkpoint(model).config
+    return load_config(model)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(value, indent=2))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:
+    """A table of right-aligned columns (the first one left), then the notes, each wrapped to 100 characters."""
+    import textwrap
+
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=max(120, console.width))
+    console.print(table)
+    for note in notes:
+        print(textwrap.fill(note, 100))
+
+
+def size(num_bytes: float) -> str:
+    """Decimal units, as memory is sold: 327.7 kB, 41.9 GB."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def binary_size(num_bytes: float) -> str:
+    """Powers of 1,024, as memory is addressed: 320.0 KiB, 39.1 GiB."""
+    for unit, power in (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)):
+        if num_bytes >= 1024**power:
+            return f"{num_bytes / 1024**power:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
