@@ -1,0 +1,181 @@
+"""compressed-tensors' tensors of a module -> a weight in the in-memory layout, or dense where it has no place there."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.checkpoint.packing import unpack_codes
+from octavo.checkpoint.quantization_config import QuantizationConfig, QuantizationGroup
+from octavo.checkpoint.quantized import QuantizedWeight, pack_nibbles
+from octavo.checkpoint.scheme import WeightScheme
+from octavo.errors import CheckpointError, UnsupportedModelError
+
+# Stored names that belong to a quantized weight, besides "weight" itself.
+PARTS = (
+    "weight_packed",
+    "weight_scale",
+    "weight_zero_point",
+    "weight_shape",
+    "weight_g_idx",
+    "weight_global_scale",
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class StoredTensors(Protocol):
+    """Where the stored tensors come from."""
+
+    def stored(self, name: str) -> Tensor: ...
+
+    def has_stored(self, name: str) -> bool: ...
+
+
+class CompressedReader:
+    """Decodes the modules of one checkpoint. What is stored decides whether a module is compressed, not `ignore`."""
+
+    def __init__(self, config: QuantizationConfig, source: StoredTensors) -> None:
+        self.config = config
+        self._source = source
+
+    def is_compressed(self, module: str) -> bool:
+        return any(self._source.has_stored(f"{module}.{part}") for part in ("weight_packed", "weight_scale"))
+
+    def read(self, module: str) -> QuantizedWeight | Tensor:
+        """4 and 8 integer bits by group, channel or tensor stay quantized; the rest comes dense, in float32."""
+        group = self.config.group_of(module)
+        if group is None:
+            raise CheckpointError(
+                f"module {module!r} is stored quantized, but no group of quantization_config has a target for it"
+            )
+        if self._source.has_stored(f"{module}.weight_packed"):
+            return self._read_packed(module, group)
+        weight = self._source.stored(f"{module}.weight")
+        if weight.dtype in FLOAT8:
+            scale = self._source.stored(f"{module}.weight_scale")
+            return _scaled(module, weight.to(torch.float32), scale, group)
+        if weight.dtype != torch.int8:
+            return weight  # fake-quantized: the values are already there
+        return self._build(module, group.scheme, weight)
+
+    def _read_packed(self, module: str, group: QuantizationGroup) -> QuantizedWeight | Tensor:
+        packed = self._source.stored(f"{module}.weight_packed")
+        if group.scheme.type != "int" or packed.dtype != torch.int32:
+            raise UnsupportedModelError(
+                f"{module}: the format {group.format!r} ({group.scheme.num_bits}-bit {group.scheme.type}) is not read; "
+                "pack-quantized, int-quantized and float-quantized are"
+            )
+        shape = self._source.stored(f"{module}.weight_shape").tolist()
+        if len(shape) != 2 or shape[0] != packed.shape[0]:
+            raise CheckpointError(
+                f"{module}.weight_packed has shape {list(packed.shape)}, but {module}.weight_shape says {shape}"
+            )
+        try:
+            codes = unpack_codes(packed, group.scheme.num_bits, shape[1])
+        except CheckpointError as error:
+            raise CheckpointError(f"{module}.weight_packed {list(packed.shape)}: {error}") from error
+        return self._build(module, group.scheme, codes)
+
+    def _build(self, module: str, scheme: WeightScheme, codes: Tensor) -> QuantizedWeight | Tensor:
+        """From signed codes [N, K]."""
+        rows, columns = codes.shape
+        scale = self._scale(module, scheme, rows, columns)
+        zero = self._zero_point(module, scheme, rows, scale.shape[1])
+        if self._source.has_stored(f"{module}.weight_g_idx"):
+            order = self._source.stored(f"{module}.weight_g_idx").to(torch.int64)
+            if not torch.equal(order, torch.arange(columns) // (columns // scale.shape[1])):
+                return _gathered(codes, scale, zero, order)
+        return from_signed_codes(scheme, codes, scale, zero)
+
+    def _scale(self, module: str, scheme: WeightScheme, rows: int, columns: int) -> Tensor:
+        """[N, G], whatever the strategy."""
+        name = f"{module}.weight_scale"
+        scale = self._source.stored(name)
+        if scheme.strategy == "tensor" and scale.numel() == 1:
+            return scale.reshape(1, 1).expand(rows, 1).contiguous()
+        if scale.dim() == 1 and scheme.strategy == "channel":
+            scale = scale.unsqueeze(1)
+        wanted = (rows, scheme.num_groups(columns))
+        if tuple(scale.shape) != wanted:
+            raise CheckpointError(
+                f"{name} has shape {list(scale.shape)}; a weight of {rows} x {columns} with {scheme.strategy} scales "
+                f"needs {list(wanted)}"
+            )
+        return scale
+
+    def _zero_point(self, module: str, scheme: WeightScheme, rows: int, groups: int) -> Tensor | None:
+        """[N, G], signed like the codes; None for a symmetric weight."""
+        name = f"{module}.weight_zero_point"
+        if scheme.symmetric or not self._source.has_stored(name):
+            return None
+        zero = self._source.stored(name)
+        if zero.dtype == torch.int32 and self._source.has_stored(f"{module}.weight_packed"):
+            if zero.dim() != 2 or zero.shape[1] != groups:
+                raise CheckpointError(f"{name} has shape {list(zero.shape)}; its second dimension must be {groups}")
+            return unpack_codes(zero.T.contiguous(), scheme.num_bits, rows).T
+        if zero.numel() == 1:
+            return zero.reshape(1, 1).expand(rows, groups)
+        if zero.numel() != rows * groups:
+            raise CheckpointError(f"{name} has shape {list(zero.shape)}; it must be [{rows}, {groups}]")
+        return zero.reshape(rows, groups)
+
+
+def from_signed_codes(
+    scheme: WeightScheme, codes: Tensor, scale: Tensor, zero: Tensor | None = None
+) -> QuantizedWeight | Tensor:
+    """Signed codes int8 [N, K], scale [N, G] and zero point [N, G] (signed like the codes) -> the in-memory layout.
+
+    W = scale * (code - zero). Bit widths other than 4 and 8, or an odd K with 4 bits, give the dense weight in float32.
+    """
+    rows, columns = codes.shape
+    if scheme.strategy == "tensor":
+        scheme = WeightScheme(
+            scheme.num_bits, symmetric=scheme.symmetric, strategy="channel", activations=scheme.activations
+        )
+    if scheme.num_bits not in (4, 8) or (scheme.num_bits == 4 and columns % 2):
+        order = torch.arange(columns) // (columns // scale.shape[1])
+        return _gathered(codes, scale, zero, order)
+    if zero is None and not scheme.symmetric:
+        zero = torch.zeros_like(scale)
+    shift = 8 if scheme.num_bits == 4 else 0
+    offset = None
+    if zero is not None:
+        # z * scale needs more bits than a 16-bit scale has.
+        scale = scale.to(torch.float32)
+        offset = -(zero.to(torch.float32) + shift) * scale
+    elif shift:
+        offset = scale * -shift
+    stored = pack_nibbles((codes + shift).to(torch.uint8)) if shift else codes.contiguous()
+    return QuantizedWeight(scheme, (rows, columns), stored, scale, offset)
+
+
+def _gathered(codes: Tensor, scale: Tensor, zero: Tensor | None, order: Tensor) -> Tensor:
+    """Dense float32 weight with column k in group order[k]."""
+    weight = codes.to(torch.float32)
+    if zero is not None:
+        weight = weight - zero.to(torch.float32)[:, order]
+    return weight * scale.to(torch.float32)[:, order]
+
+
+def _scaled(module: str, weight: Tensor, scale: Tensor, group: QuantizationGroup) -> Tensor:
+    """float8 values times their scales: one, one a row, one a group of columns, or one a block."""
+    rows, columns = weight.shape
+    scale = scale.to(torch.float32)
+    if scale.numel() == 1:
+        return weight * scale.reshape(1, 1)
+    if scale.dim() == 1:
+        scale = scale.unsqueeze(1)
+    block = group.block_structure or (1, group.scheme.group_size or columns)
+    wanted = (-(-rows // block[0]), -(-columns // block[1]))
+    if tuple(scale.shape) != wanted:
+        raise CheckpointError(
+            f"{module}.weight_scale has shape {list(scale.shape)}; a weight of {rows} x {columns} with "
+            f"{group.scheme.strategy} scales needs {list(wanted)}"
+        )
+    full = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return weight * full

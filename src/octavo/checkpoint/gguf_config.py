@@ -1,0 +1,181 @@
+"""GGUF metadata -> Hugging Face's config.json and tensor names, for the architectures llama, qwen2 and qwen3."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octavo.checkpoint.gguf_file import GGUFFile
+from octavo.errors import CheckpointError, UnsupportedModelError
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+BLOCK_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROPE_FACTORS = "rope_freqs.weight"
+# Meta's constants for every Llama 3.1 and later; the file keeps only the factors that they make.
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def huggingface_name(name: str) -> str | None:
+    """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight"; None for a tensor that has no such name."""
+    stem, _, kind = name.rpartition(".")
+    if stem in TOP_NAMES:
+        return f"{TOP_NAMES[stem]}.{kind}"
+    parts = stem.split(".")
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in BLOCK_NAMES:
+        return f"model.layers.{parts[1]}.{BLOCK_NAMES[parts[2]]}.{kind}"
+    return None
+
+
+def check_architecture(file: GGUFFile) -> str:
+    """The file's architecture; UnsupportedModelError with its name when it is not one of ARCHITECTURES."""
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES or file.metadata.get(f"{architecture}.expert_count", 0):
+        experts = " with experts" if architecture in ARCHITECTURES else ""
+        raise UnsupportedModelError(
+            f"{file.path}: GGUF architecture {architecture!r}{experts} is not read; {', '.join(ARCHITECTURES)} are. "
+            "Use the model's safetensors checkpoint"
+        )
+    if file.metadata.get("split.count", 1) > 1:
+        raise UnsupportedModelError(
+            f"{file.path} is one of {file.metadata['split.count']} parts; join them with llama-gguf-split --merge"
+        )
+    return str(architecture)
+
+
+def huggingface_config(file: GGUFFile) -> dict[str, Any]:
+    """config.json as transformers would have it."""
+    architecture = check_architecture(file)
+    fields = _Fields(file.path, file.metadata, architecture)
+    heads = fields.integer("attention.head_count")
+    hidden = fields.integer("embedding_length")
+    head_dim = fields.optional("attention.key_length") or fields.optional("rope.dimension_count") or hidden // heads
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[architecture]],
+        "model_type": architecture,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("feed_forward_length"),
+        "num_hidden_layers": fields.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.optional("attention.head_count_kv") or heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": fields.integer("context_length"),
+        "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon", 1e-6),
+        "rope_theta": fields.real("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(file, fields, head_dim),
+        "vocab_size": _vocab_size(file),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "torch_dtype": "bfloat16",
+    }
+    if architecture != "qwen2":
+        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    if architecture == "llama":
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    if window := fields.optional("attention.sliding_window"):
+        config |= {"sliding_window": window, "use_sliding_window": True}
+        if architecture == "llama":
+            config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    return config | {key: ids for key, ids in token_ids(file.metadata).items()}
+
+
+def token_ids(metadata: dict[str, Any]) -> dict[str, Any]:
+    """bos, eos and pad ids as generation_config.json has them; eos is a list when the file has an end of turn too."""
+    ids = {name: metadata.get(f"tokenizer.ggml.{key}") for name, key in TOKEN_KEYS.items()}
+    ends = [metadata[key] for key in END_KEYS if metadata.get(key) is not None]
+    ends = list(dict.fromkeys(ends))
+    if ends:
+        ids["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    return {name: value for name, value in ids.items() if value is not None}
+
+
+TOKEN_KEYS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+
+
+class _Fields:
+    """The keys of one architecture, with errors that name them."""
+
+    def __init__(self, path: Path, metadata: dict[str, Any], architecture: str) -> None:
+        self._path, self._metadata, self._architecture = path, metadata, architecture
+
+    def get(self, key: str) -> Any:
+        return self._metadata.get(f"{self._architecture}.{key}")
+
+    def integer(self, key: str) -> int:
+        value = self.optional(key)
+        if not value:
+            raise CheckpointError(f"{self._path}: metadata {self._architecture}.{key} is missing; download it again")
+        return value
+
+    def optional(self, key: str) -> int | None:
+        value = self.get(key)
+        if isinstance(value, list):
+            if len(set(value)) > 1:
+                raise UnsupportedModelError(
+                    f"{self._path}: {self._architecture}.{key} differs between layers: {value}; use safetensors"
+                )
+            value = value[0] if value else None
+        return None if value is None else int(value)
+
+    def real(self, key: str, default: float) -> float:
+        """float32 metadata as the shortest decimal that gives it: 1e-05, not 9.999999747378752e-06."""
+        value = self.get(key)
+        return default if value is None else float(str(np.float32(value)))
+
+
+def _vocab_size(file: GGUFFile) -> int:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError(f"{file.path}: tensor 'token_embd.weight' is missing; download it again")
+    return embedding.shape[0]
+
+
+def _rope_scaling(file: GGUFFile, fields: _Fields, head_dim: int) -> dict[str, Any] | None:
+    if ROPE_FACTORS in file.tensors:
+        return _llama3_scaling(file, fields.real("rope.freq_base", 10000.0), head_dim)
+    kind = fields.get("rope.scaling.type")
+    factor = fields.real("rope.scaling.factor", fields.real("rope.scale_linear", 1.0))
+    if kind in (None, "none", "") and factor == 1.0:
+        return None
+    if kind not in (None, "linear", "yarn", ""):
+        raise UnsupportedModelError(f"{file.path}: rope scaling {kind!r} is not read; use the safetensors checkpoint")
+    scaling: dict[str, Any] = {"rope_type": kind or "linear", "factor": factor}
+    if (original := fields.optional("rope.scaling.original_context_length")) and kind == "yarn":
+        scaling["original_max_position_embeddings"] = original
+    return scaling
+
+
+def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
+    """The rope_scaling that made the file's factors; the largest factor is the scaling itself."""
+    factors = file.raw(file.tensors[ROPE_FACTORS]).view(np.float32)
+    scaling = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3_ROPE}
+    if not np.allclose(llama3_factors(theta, head_dim, scaling["factor"]), factors, rtol=1e-4):
+        raise UnsupportedModelError(f"{file.path}: {ROPE_FACTORS} is not Llama 3's rope scaling; use safetensors")
+    return scaling
+
+
+def llama3_factors(theta: float, head_dim: int, factor: float) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """What Llama 3.1 divides each rotary frequency by: 1 for short waves, `factor` for long ones, smooth between."""
+    original, low, high = (
+        LLAMA3_ROPE[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    )
+    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = (original / wavelengths - low) / (high - low)
+    between = 1 / ((1 - smooth) / factor + smooth)
+    return np.where(wavelengths < original / high, 1.0, np.where(wavelengths > original / low, factor, between))

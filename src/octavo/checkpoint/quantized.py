@@ -1,0 +1,130 @@
+"""The one in-memory layout of a quantized weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.checkpoint.scheme import WeightScheme
+from octavo.errors import CheckpointError
+
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Unsigned 4-bit codes, one a byte [N, K] -> uint8 [N, K/2], the even element in the low nibble."""
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """uint8 [..., K/2] -> uint8 [..., K] of unsigned 4-bit codes; the inverse of `pack_nibbles`."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+@dataclass
+class QuantizedWeight:
+    """W[n, k] = scale[n, g] * q[n, k] + offset[n, g], with g = k // group_size (one group for a channel).
+
+    `codes` holds 4-bit q as uint8 [N, K/2], the even k in the low nibble, unsigned 0..15, and 8-bit q as int8 [N, K],
+    signed. `scale` is float [N, G]. `offset` has scale's shape and dtype and is None only for 8-bit symmetric weights:
+    a 4-bit symmetric weight has -8 * scale, a zero point z gives -z * scale (z in the codes' own range), GGUF's Q4_1
+    its block minimum. Whatever does not fit that is refused with CheckpointError.
+    """
+
+    scheme: WeightScheme
+    shape: tuple[int, int]
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        rows, columns = self.shape
+        bits = self.scheme.num_bits
+        if bits not in (4, 8) or self.scheme.type != "int" or self.scheme.strategy not in ("group", "channel"):
+            raise CheckpointError(
+                f"a quantized weight in memory has 4 or 8 integer bits by group or channel, not {self.scheme}"
+            )
+        packed = (rows, columns // 2) if bits == 4 else (rows, columns)
+        if bits == 4 and columns % 2:
+            raise CheckpointError(f"4-bit weight of shape {self.shape}: the number of inputs must be even")
+        self._check("codes", self.codes, packed, (torch.uint8,) if bits == 4 else (torch.int8,))
+        groups = (rows, self.scheme.num_groups(columns))
+        self._check("scale", self.scale, groups, SCALE_DTYPES)
+        if self.offset is not None:
+            self._check("offset", self.offset, groups, (self.scale.dtype,))
+        elif bits == 4 or not self.scheme.symmetric:
+            raise CheckpointError(f"an offset is needed for {self.scheme}")
+
+    def _check(self, what: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+            raise CheckpointError(
+                f"quantized weight of shape {self.shape}: {what} is {tensor.dtype} {tuple(tensor.shape)}; "
+                f"it must be {' or '.join(map(str, dtypes))} {shape}"
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes, scales and offsets together."""
+        parts = [self.codes, self.scale] + ([] if self.offset is None else [self.offset])
+        return sum(part.numel() * part.element_size() for part in parts)
+
+    @property
+    def group_size(self) -> int:
+        """Input elements that share a scale; all K of them for a channel."""
+        return self.scheme.group_size or self.shape[1]
+
+    def unpacked_codes(self) -> Tensor:
+        """[N, K]: uint8 0..15 for 4 bits, int8 for 8 bits."""
+        return unpack_nibbles(self.codes) if self.scheme.num_bits == 4 else self.codes
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight [N, K]; computed in float32, then rounded once to `dtype`."""
+        return _dequantize(self.unpacked_codes(), self.scale, self.offset, dtype)
+
+    def rows(self, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Dequantized rows: index of any shape [...] -> [..., K] (the embedding lookup)."""
+        flat = index.reshape(-1)
+        codes = self.codes[flat]
+        if self.scheme.num_bits == 4:
+            codes = unpack_nibbles(codes)
+        offset = None if self.offset is None else self.offset[flat]
+        return _dequantize(codes, self.scale[flat], offset, dtype).reshape(*index.shape, self.shape[1])
+
+    def select_rows(self, index: Tensor) -> QuantizedWeight:
+        """The same weight with rows taken in the order of `index` [M]."""
+        offset = None if self.offset is None else self.offset[index]
+        shape = (index.numel(), self.shape[1])
+        return QuantizedWeight(self.scheme, shape, self.codes[index], self.scale[index], offset)
+
+    @staticmethod
+    def concat(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        """Stack weights along N, for fused projections. The scheme, K and the dtype of the scales must be the same."""
+        first = parts[0]
+        for part in parts[1:]:
+            same = part.scheme == first.scheme and part.shape[1] == first.shape[1]
+            if not same or part.scale.dtype != first.scale.dtype or (part.offset is None) != (first.offset is None):
+                raise CheckpointError(
+                    f"fused projections must be quantized alike: {first.scheme} {first.shape} {first.scale.dtype} "
+                    f"is not {part.scheme} {part.shape} {part.scale.dtype}"
+                )
+        offsets = [part.offset for part in parts if part.offset is not None]
+        return QuantizedWeight(
+            first.scheme,
+            (sum(part.shape[0] for part in parts), first.shape[1]),
+            torch.cat([part.codes for part in parts]),
+            torch.cat([part.scale for part in parts]),
+            torch.cat(offsets) if offsets else None,
+        )
+
+
+def _dequantize(codes: Tensor, scale: Tensor, offset: Tensor | None, dtype: torch.dtype) -> Tensor:
+    rows, columns = codes.shape
+    groups = scale.shape[1]
+    weight = codes.to(torch.float32).reshape(rows, groups, columns // max(groups, 1))
+    weight *= scale.to(torch.float32).unsqueeze(-1)
+    if offset is not None:
+        weight += offset.to(torch.float32).unsqueeze(-1)
+    return weight.reshape(rows, columns).to(dtype)

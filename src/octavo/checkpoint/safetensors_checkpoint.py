@@ -1,0 +1,185 @@
+"""A directory of config.json, safetensors and tokenizer files."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from octavo.checkpoint.base import Checkpoint, dense
+from octavo.checkpoint.compressed_tensors import PARTS, CompressedReader
+from octavo.checkpoint.quantization_config import QuantizationConfig
+from octavo.checkpoint.quantized import QuantizedWeight
+from octavo.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """Plain tensors come as they are stored; with a `quantization_config` of compressed-tensors, weights stay quantized."""
+
+    def __init__(self, path: Path) -> None:
+        config = read_json(path / "config.json")
+        generation = path / "generation_config.json"
+        super().__init__(path, config, read_json(generation) if generation.is_file() else {})
+        self._shards: dict[str, Any] = {}
+        self._files = self._locate()
+        quantization = QuantizationConfig.of(config, path)
+        self._compressed = None if quantization is None else CompressedReader(quantization, self)
+
+    def names(self) -> list[str]:
+        """Dense names: the parts of a compressed weight count as its one "….weight"."""
+        if self._compressed is None:
+            return list(self._files)
+        return list(dict.fromkeys(_dense_name(name) for name in self._files if _dense_name(name)))
+
+    def __contains__(self, name: object) -> bool:
+        if name in self._files:
+            return True
+        return self._compressed is not None and f"{name}_packed" in self._files
+
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        if self._compressed is not None and name.endswith(".weight"):
+            return dense(self.weight(name.removesuffix(".weight"), shape))
+        return self.stored(name, shape)
+
+    def weight(self, module: str, shape: tuple[int, ...] | None = None) -> Tensor | QuantizedWeight:
+        if self._compressed is not None and self._compressed.is_compressed(module):
+            found = self._compressed.read(module)
+            self._check_shape(f"{module}.weight", tuple(found.shape), shape)
+            return found
+        return self.stored(f"{module}.weight", shape)
+
+    def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """A tensor just as the file has it."""
+        file = self._files.get(name)
+        if file is None:
+            raise self._missing(name)
+        try:
+            found = self._open(file).get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{self.path / file}: tensor {name!r} cannot be read ({error}); download the file again"
+            ) from error
+        self._check_shape(name, tuple(found.shape), shape)
+        return found
+
+    def has_stored(self, name: str) -> bool:
+        return name in self._files
+
+    def load_tokenizer(self) -> Any:
+        return load_directory_tokenizer(self.path)
+
+    def _locate(self) -> dict[str, str]:
+        """Tensor name -> file name, from the index or, without one, from the files themselves."""
+        index = self.path / INDEX
+        if index.is_file():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise CheckpointError(f"{index} has no weight_map; download the checkpoint again")
+            self._check_shards(weight_map)
+            return weight_map
+        files = [SINGLE] if (self.path / SINGLE).is_file() else sorted(f.name for f in self.path.glob("*.safetensors"))
+        if not files:
+            raise self._no_weights()
+        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118 - not a dict
+
+    def _check_shards(self, weight_map: dict[str, str]) -> None:
+        for file in sorted(set(weight_map.values())):
+            if not (self.path / file).is_file():
+                tensors = [name for name, where in weight_map.items() if where == file]
+                raise CheckpointError(
+                    f"{self.path}: shard {file} is missing; {INDEX} says that it holds {len(tensors)} tensors "
+                    f"({tensors[0]!r} is the first). Download the checkpoint again"
+                )
+            held = set(self._open(file).keys())
+            for name, where in weight_map.items():
+                if where == file and name not in held:
+                    raise CheckpointError(f"{self.path / file}: tensor {name!r} is missing, though {INDEX} names it")
+
+    def _no_weights(self) -> CheckpointError:
+        pickles = sorted(f.name for f in self.path.glob("*.bin")) + sorted(f.name for f in self.path.glob("*.pt"))
+        if pickles:
+            return CheckpointError(
+                f"{self.path} holds pickled weights only ({pickles[0]}), which can run any code when they are read, so "
+                "they are never opened; convert them to safetensors first (save_pretrained of transformers writes that)"
+            )
+        ggufs = sorted(f.name for f in self.path.glob("*.gguf"))
+        hint = f"; for GGUF give the file itself: {self.path / ggufs[0]}" if ggufs else ""
+        return CheckpointError(f"{self.path} holds no .safetensors file{hint}")
+
+    def _open(self, file: str) -> Any:
+        if file not in self._shards:
+            path = self.path / file
+            try:
+                self._shards[file] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError, ValueError) as error:
+                raise CheckpointError(f"{path} {_what_is_wrong(path, error)}. Download it again") from error
+        return self._shards[file]
+
+
+def _dense_name(name: str) -> str:
+    """Name of the dense tensor that a stored one belongs to; "" for a part that is not the weight itself."""
+    for part in PARTS:
+        if name.endswith(f".{part}"):
+            return f"{name.removesuffix(part)}weight" if part == "weight_packed" else ""
+    return name
+
+
+def _what_is_wrong(path: Path, error: Exception) -> str:
+    """Why a safetensors file does not open: sizes for a truncated one, the library's words otherwise."""
+    size = path.stat().st_size if path.is_file() else 0
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length)) if length <= size else {}
+        ends = {name: 8 + length + entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+    except (struct.error, ValueError, OSError, KeyError, TypeError, AttributeError):
+        ends = {}
+    lost = sorted((end, name) for name, end in ends.items() if end > size)
+    if lost:
+        name = lost[0][1]
+        whole = max(ends.values())
+        return (
+            f"is truncated: it has {size} of {whole} bytes, and tensor {name!r} {header[name].get('shape')} "
+            f"is the first of {len(lost)} cut off"
+        )
+    return f"is not a whole safetensors file ({error}; {size} bytes)"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; CheckpointError with the place when it is missing or broken."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path.parent} has no {path.name}; a checkpoint directory needs config.json and .safetensors files"
+        ) from error
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} is not readable JSON ({error}); download it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {type(content).__name__}, not an object; download it again")
+    return content
+
+
+def load_directory_tokenizer(path: Path) -> Any:
+    """transformers' tokenizer from the files of a directory, never from the network."""
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise CheckpointError(
+            f"{path} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there. Copy the model's "
+            "tokenizer files into it, or name another tokenizer with --tokenizer"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise CheckpointError(
+            f"the tokenizer in {path} cannot be loaded ({error}); name another one with --tokenizer"
+        ) from error
