@@ -1,0 +1,51 @@
+"""Limits that the scheduler keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.errors import UserError
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of the scheduler; `UserError` names a bad value and its range.
+
+    max_num_seqs: running requests at most. max_num_batched_tokens: tokens a step. max_model_len: prompt plus output of
+    a request. block_size: tokens a KV block. policy: "fcfs", or "priority" (lower values first).
+    max_prefill_tokens_with_decodes: prefill tokens of a step that also decodes, so that a long prompt does not stall
+    the running streams; 0 or None is no cap. max_steps_in_flight: how often `schedule` may be called before `update`.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    policy: str = "fcfs"
+    max_prefill_tokens_with_decodes: int | None = None
+    max_steps_in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_steps_in_flight"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1", param=name)
+        if self.max_model_len < 2:
+            raise UserError(
+                f"max_model_len is {self.max_model_len}; it must be at least 2, a prompt token and a new one",
+                param="max_model_len",
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise UserError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens} and max_num_seqs {self.max_num_seqs}: every "
+                "running request decodes a token a step, so raise the first or lower the second",
+                param="max_num_batched_tokens",
+            )
+        if self.policy not in ("fcfs", "priority"):
+            raise UserError(f"policy is {self.policy!r}; it must be 'fcfs' or 'priority'", param="policy")
+        if (self.max_prefill_tokens_with_decodes or 0) < 0:
+            raise UserError(
+                f"max_prefill_tokens_with_decodes is {self.max_prefill_tokens_with_decodes}; it must be at least 1, or "
+                "0 for no cap",
+                param="max_prefill_tokens_with_decodes",
+            )
