@@ -1,0 +1,1 @@
+"""Building blocks of the natively written models. Each takes a few values and its weights, never a whole configuration."""

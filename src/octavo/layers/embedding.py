@@ -1,0 +1,61 @@
+"""Token embedding and output layer, which share one packed weight where the model ties them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from octavo import ops
+from octavo.checkpoint.quantized import QuantizedWeight
+from octavo.layers.weights import Weight
+from octavo.ops import PackedWeight
+
+
+class Embedding(nn.Module):
+    """Rows of a [vocabulary, hidden] weight: dense, quantized, or packed (shared with the output layer)."""
+
+    def __init__(self, weight: Weight | PackedWeight, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = weight.shape
+        self.dtype = dtype
+        self.table: Tensor | QuantizedWeight | PackedWeight
+        if isinstance(weight, Tensor):
+            self.register_buffer("table", weight.to(device=device, dtype=dtype))
+        else:
+            self.table = weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """`input_ids` int64 [T] -> [T, H]."""
+        if isinstance(self.table, Tensor):
+            return nn.functional.embedding(input_ids, self.table)
+        return self.table.rows(input_ids, self.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+class OutputLayer(nn.Module):
+    """Logits [R, vocabulary] in float32 from hidden rows [R, H]."""
+
+    bias: Tensor | None
+
+    def __init__(self, packed: PackedWeight, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.packed = packed
+        self.register_buffer("bias", bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return ops.linear(hidden, self.packed, self.bias, out_dtype=torch.float32)
+
+    def extra_repr(self) -> str:
+        return self.packed.describe()
+
+
+def embedding_and_output(
+    embedding: Weight, output: Weight | None, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> tuple[Embedding, OutputLayer]:
+    """Builds both layers; `output` None ties them, so that one packed weight serves both."""
+    if output is None:
+        packed = ops.pack_weight(embedding, dtype, device)
+        return Embedding(packed, dtype, device), OutputLayer(packed)
+    return Embedding(embedding, dtype, device), OutputLayer(ops.pack_weight(output, dtype, device))

@@ -1,0 +1,97 @@
+"""Linear layers over plain and quantized weights, and projections merged from several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from octavo import ops
+from octavo.checkpoint.quantized import QuantizedWeight
+from octavo.layers.weights import Weight, WeightSource
+from octavo.ops import PackedWeight
+
+
+class Linear(nn.Module):
+    """`x W^T + b`, with the weight in the layout that serves fastest on its device.
+
+    Several parts along the output dimension become one product where their formats agree. Parts in different formats
+    (a recipe that left one projection unquantized) are kept apart and their outputs joined.
+
+    Args:
+        parts: weights [N_i, K], dense or quantized.
+        bias: [sum N_i] or None.
+    """
+
+    bias: Tensor | None
+
+    def __init__(
+        self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__()
+        self.out_features = sum(part.shape[0] for part in parts)
+        self.in_features = parts[0].shape[1]
+        self.packed = [ops.pack_weight(weight, dtype, device) for weight in merge_parts(parts)]
+        self.register_buffer("bias", bias)
+
+    @classmethod
+    def load(
+        cls, source: WeightSource, modules: Sequence[str], in_features: int, out_features: Sequence[int], bias: bool
+    ) -> Linear:
+        """Reads and merges the projections named `modules`, of `out_features` rows each."""
+        sizes = list(zip(modules, out_features, strict=True))
+        parts = [source.weight(module, (rows, in_features)) for module, rows in sizes]
+        joined = torch.cat([source.bias(module, rows) for module, rows in sizes]) if bias else None
+        return cls(parts, joined, source.dtype, source.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [..., K] -> [..., N], in x's dtype."""
+        rows = x.reshape(-1, self.in_features) if x.dim() != 2 else x
+        if len(self.packed) == 1:
+            out = ops.linear(rows, self.packed[0], self.bias)
+        else:
+            out = torch.cat([ops.linear(rows, packed, None) for packed in self.packed], dim=1)
+            if self.bias is not None:
+                out += self.bias
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights as they are kept."""
+        return sum(packed.num_bytes for packed in self.packed)
+
+    def extra_repr(self) -> str:
+        kinds = " + ".join(packed.describe() for packed in self.packed)
+        return f"in={self.in_features}, out={self.out_features}, bias={self.bias is not None}, {kinds}"
+
+
+def merge_parts(parts: Sequence[Weight]) -> list[Weight]:
+    """One weight where all parts are dense, or all quantized by one scheme in one layout; otherwise the parts."""
+    if len(parts) == 1:
+        return list(parts)
+    dense = [part for part in parts if isinstance(part, Tensor)]
+    if len(dense) == len(parts):
+        return [torch.cat(dense, dim=0)]
+    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+    if len(quantized) == len(parts) and len({_layout(part) for part in quantized}) == 1:
+        return [QuantizedWeight.concat(quantized)]
+    return list(parts)
+
+
+def _layout(weight: QuantizedWeight) -> tuple[object, ...]:
+    """What must agree for parts to share one packed weight."""
+    return (weight.scheme, weight.shape[1], weight.scale.shape[1], weight.scale.dtype, weight.offset is None)
+
+
+def packed_bytes(module: nn.Module) -> int:
+    """Bytes of all weights below `module`, a shared one counted once."""
+    seen: dict[int, int] = {}
+    for child in module.modules():
+        for value in vars(child).values():
+            for packed in value if isinstance(value, list) else [value]:
+                if isinstance(packed, PackedWeight):
+                    seen[id(packed)] = packed.num_bytes
+    tensors = {id(tensor): tensor.numel() * tensor.element_size() for tensor in module.parameters()}
+    tensors |= {id(tensor): tensor.numel() * tensor.element_size() for tensor in module.buffers()}
+    return sum(seen.values()) + sum(tensors.values())

@@ -1,0 +1,37 @@
+"""Root-mean-square normalization."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from octavo import ops
+
+
+class RMSNorm(nn.Module):
+    """`x / sqrt(mean(x^2) + eps) * weight`, computed in float32 (Zhang and Sennrich, 2019).
+
+    Called with a residual it first adds `x` to the residual in place and normalizes the sum, which is what a
+    pre-norm decoder does between its blocks.
+    """
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight.contiguous())
+        self.eps = eps
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`x` [T, H], `residual` [T, H] (changed in place) -> the normalized rows [T, H]."""
+        if residual is None:
+            return ops.rms_norm(x, self.weight, self.eps)
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, dtype={str(self.weight.dtype).removeprefix('torch.')}"
+
+
+def unit_norm_weight(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The weight of a norm that has none."""
+    return torch.ones(size, dtype=dtype, device=device)

@@ -1,0 +1,57 @@
+"""Reading a model's weights: names and shapes are checked before a value is used."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.checkpoint.quantized import QuantizedWeight
+from octavo.checkpoint.base import Checkpoint
+from octavo.layers.quantize import quantize_weight
+
+Weight = Tensor | QuantizedWeight
+
+
+class WeightSource:
+    """A checkpoint as a model reads it: one call a parameter, with the shape that the configuration implies.
+
+    Args:
+        checkpoint: where the tensors are.
+        dtype: dtype of dense tensors that are handed out.
+        device: where dense tensors go.
+        quantization: quantize plain linear weights while they are read (see `octavo.layers.quantize`).
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        quantization: str | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.quantization = quantization
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A dense tensor in the model's dtype. `CheckpointError` names it when it is missing or has another shape."""
+        return self.checkpoint.tensor(name, shape).to(device=self.device, dtype=self.dtype)
+
+    def weight(self, module: str, shape: tuple[int, int]) -> Weight:
+        """The weight [out, in] of a linear module, quantized where the checkpoint (or `quantization`) has it so."""
+        value = self.checkpoint.weight(module, shape)
+        if isinstance(value, QuantizedWeight):
+            return value
+        if self.quantization is not None:
+            return quantize_weight(value, self.quantization)
+        return value.to(self.dtype)
+
+    def embedding(self, module: str, shape: tuple[int, int]) -> Weight:
+        """The weight [vocabulary, hidden] of an embedding or output layer; never quantized on load."""
+        value = self.checkpoint.weight(module, shape)
+        return value if isinstance(value, QuantizedWeight) else value.to(self.dtype)
+
+    def bias(self, module: str, size: int) -> Tensor:
+        """The bias [size] of a linear module."""
+        return self.tensor(f"{module}.bias", (size,))

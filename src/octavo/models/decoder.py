@@ -1,0 +1,206 @@
+"""The decoder that the Llama family and its relatives share: pre-norm blocks of attention and a gated feed-forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import CheckpointError
+from octavo.layers.activation import GATED_ACTIVATIONS, gated_activation
+from octavo.layers.attention import Attention
+from octavo.layers.embedding import embedding_and_output
+from octavo.layers.linear import Linear
+from octavo.layers.norm import RMSNorm
+from octavo.layers.rotary import RopeConfig, cos_sin_table
+from octavo.layers.step import StepInputs
+from octavo.layers.weights import WeightSource
+from octavo.models.base import CausalLM
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The shape of a decoder, as its family's file reads it from a `config.json`."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rope: RopeConfig
+    eps: float
+    activation: str
+    windows: tuple[int | None, ...]
+    tie_embeddings: bool
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    attention_scale: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+
+    def unsupported_reason(self) -> str | None:
+        """Why the blocks of this file cannot compute such a model, or None."""
+        if self.activation not in GATED_ACTIVATIONS:
+            return f"hidden_act {self.activation!r} is not one of {', '.join(GATED_ACTIVATIONS)}"
+        if self.num_heads % self.num_kv_heads:
+            return f"{self.num_heads} attention heads are not a multiple of {self.num_kv_heads} KV heads"
+        if self.head_dim % 2:
+            return f"the head size {self.head_dim} is odd"
+        return self.rope.unsupported_reason()
+
+
+def common_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `DecoderConfig` that every family of this file reads the same way, with transformers' defaults."""
+    heads = _required(config, "num_attention_heads")
+    hidden = _required(config, "hidden_size")
+    head_dim = config.get("head_dim") or hidden // heads
+    max_position = _required(config, "max_position_embeddings")
+    layers = _required(config, "num_hidden_layers")
+    return {
+        "vocab_size": _required(config, "vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": _required(config, "intermediate_size"),
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "max_position": max_position,
+        "rope": RopeConfig.from_config(config, head_dim, max_position),
+        "eps": float(config.get("rms_norm_eps", 1e-6)),
+        "activation": config.get("hidden_act", "silu"),
+        "windows": (None,) * layers,
+        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+    }
+
+
+def _required(config: dict[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value <= 0:
+        raise CheckpointError(f"config.json: {key} is {value!r}, but must be a positive number; the file is incomplete.")
+    return value
+
+
+class DecoderLayer(nn.Module):
+    """One block: norm, attention, norm, feed-forward, with the residual carried beside."""
+
+    def __init__(self, index: int, config: DecoderConfig, source: WeightSource) -> None:
+        super().__init__()
+        prefix = f"model.layers.{index}"
+        self.residual_multiplier = config.residual_multiplier
+        self.input_norm = load_norm(source, f"{prefix}.input_layernorm", config.hidden_size, config.eps)
+        self.attention = SelfAttention(index, config, source, f"{prefix}.self_attn")
+        self.post_norm = load_norm(source, f"{prefix}.post_attention_layernorm", config.hidden_size, config.eps)
+        self.mlp = GatedMLP(config, source, f"{prefix}.mlp")
+
+    def forward(self, x: Tensor, residual: Tensor | None, positions: Tensor, cos_sin: Tensor, step: StepInputs) -> Any:
+        """`x` [T, H] is what the block before added; returns this block's own and the residual without it."""
+        if residual is None:
+            residual = x
+            x = self.input_norm(x)
+        else:
+            x = self.input_norm(x, residual)
+        x = self._scaled(self.attention(x, positions, cos_sin, step))
+        x = self.post_norm(x, residual)
+        return self._scaled(self.mlp(x)), residual
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.residual_multiplier == 1.0 else x * self.residual_multiplier
+
+
+class SelfAttention(nn.Module):
+    """Merged q, k, v projection, attention over the pages, output projection."""
+
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+    def __init__(self, index: int, config: DecoderConfig, source: WeightSource, prefix: str) -> None:
+        super().__init__()
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        names = [f"{prefix}.{part}_proj" for part in "qkv"]
+        self.qkv = Linear.load(source, names, config.hidden_size, [q_size, kv_size, kv_size], config.qkv_bias)
+        self.output = Linear.load(source, [f"{prefix}.o_proj"], q_size, [config.hidden_size], config.output_bias)
+        scale = config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
+        self.attend = Attention(
+            index, config.num_heads, config.num_kv_heads, config.head_dim, scale, config.windows[index]
+        )
+        self.eps = config.eps
+        for part in "qk":
+            weight = source.tensor(f"{prefix}.{part}_norm.weight", (config.head_dim,)) if config.qk_norm else None
+            self.register_buffer(f"{part}_norm", weight)
+
+    def forward(self, x: Tensor, positions: Tensor, cos_sin: Tensor, step: StepInputs) -> Tensor:
+        attended = self.attend(self.qkv(x), positions, cos_sin, step, self.q_norm, self.k_norm, self.eps)
+        return self.output(attended)
+
+
+class GatedMLP(nn.Module):
+    """`down(activation(gate(x)) * up(x))` with gate and up in one product."""
+
+    def __init__(self, config: DecoderConfig, source: WeightSource, prefix: str) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+        self.gate_up = Linear.load(source, names, hidden, [inner, inner], bias)
+        self.down = Linear.load(source, [f"{prefix}.down_proj"], inner, [hidden], bias)
+        self.activation = gated_activation(config.activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.gate_up(x)))
+
+
+class DecoderLM(CausalLM):
+    """The whole model. Its weights are read while it is built, each checked against `config`.
+
+    Args:
+        config: the family's reading of `config.json`.
+        source: where the weights come from, and the dtype and device they go to.
+        max_position: length of the rotary table, when less than the model's own maximum is served.
+    """
+
+    cos_sin: Tensor
+
+    def __init__(self, config: DecoderConfig, source: WeightSource, max_position: int | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.max_position = min(config.max_position, max_position or config.max_position)
+        self._dtype = source.dtype
+        shape = (config.vocab_size, config.hidden_size)
+        embedding = source.embedding("model.embed_tokens", shape)
+        output = None if config.tie_embeddings else source.embedding("lm_head", shape)
+        self.embedding, self.output = embedding_and_output(embedding, output, source.dtype, source.device)
+        self.layers = nn.ModuleList(DecoderLayer(index, config, source) for index in range(config.num_layers))
+        self.norm = load_norm(source, "model.norm", config.hidden_size, config.eps)
+        self.register_buffer("cos_sin", cos_sin_table(config.rope, self.max_position, source.device), persistent=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def attention_layers(self) -> list[Attention]:
+        return [layer.attention.attend for layer in self.layers]
+
+    def forward(self, input_ids: Tensor, positions: Tensor, step: StepInputs) -> Tensor:
+        x = self.embedding(input_ids)
+        if self.config.embedding_multiplier != 1.0:
+            x = x * self.config.embedding_multiplier
+        residual: Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, positions, self.cos_sin, step)
+        return self.norm(x, residual)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits = self.output(hidden)
+        return logits if self.config.logits_divisor == 1.0 else logits / self.config.logits_divisor
+
+
+def load_norm(source: WeightSource, module: str, size: int, eps: float) -> RMSNorm:
+    return RMSNorm(source.tensor(f"{module}.weight", (size,)), eps)

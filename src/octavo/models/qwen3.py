@@ -1,0 +1,16 @@
+"""Qwen3 (dense): Qwen2's layers with normalized query and key heads, and a head size of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.models.decoder import DecoderConfig, common_fields
+from octavo.models.qwen2 import layer_windows
+
+
+def qwen3_config(config: dict[str, Any]) -> DecoderConfig:
+    """Reads the `config.json` of a Qwen3ForCausalLM; a head has 128 elements unless the file says otherwise."""
+    fields = common_fields({"head_dim": 128, **config})
+    fields["windows"] = layer_windows(config, fields["num_layers"])
+    bias = bool(config.get("attention_bias", False))
+    return DecoderConfig(**fields, qkv_bias=bias, output_bias=bias, qk_norm=True)

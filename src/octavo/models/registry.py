@@ -1,0 +1,107 @@
+"""From a checkpoint to a model: which implementation serves an architecture, and the refusal of what none serves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from octavo.checkpoint.base import Checkpoint
+from octavo.errors import UnsupportedModelError, UserError
+from octavo.layers.quantize import check_quantization
+from octavo.layers.weights import WeightSource
+from octavo.models.base import CausalLM
+from octavo.models.decoder import DecoderConfig, DecoderLM
+from octavo.models.llama import granite_config, llama_config, mistral_config
+from octavo.models.qwen2 import qwen2_config
+from octavo.models.qwen3 import qwen3_config
+
+logger = logging.getLogger(__name__)
+
+NATIVE: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
+    "LlamaForCausalLM": llama_config,
+    "MistralForCausalLM": mistral_config,
+    "GraniteForCausalLM": granite_config,
+    "Qwen2ForCausalLM": qwen2_config,
+    "Qwen3ForCausalLM": qwen3_config,
+}
+MODEL_IMPLS = ("auto", "native", "transformers")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    model_impl: str = "auto",
+    quantization: str | None = None,
+    max_model_len: int | None = None,
+) -> CausalLM:
+    """Builds the model of a checkpoint with its weights, ready to have a KV cache bound.
+
+    Args:
+        checkpoint: an opened checkpoint.
+        dtype: float32, bfloat16 or float16: activations, KV cache and plain weights.
+        device: where it runs.
+        model_impl: "native" and "transformers" force one implementation, "auto" prefers the native one.
+        quantization: quantize plain linear weights on load: "int8" or "w4a16".
+        max_model_len: longest sequence that will be served; shortens position tables, and chooses between frequencies
+            that a model has for short and for long contexts.
+
+    Raises:
+        UnsupportedModelError: no implementation computes this architecture right. Raised before any tensor is read.
+        CheckpointError: a tensor is missing or has another shape than the configuration implies.
+    """
+    _check_arguments(dtype, device, model_impl, quantization)
+    architecture = architecture_of(checkpoint)
+    source = WeightSource(checkpoint, dtype, device, quantization)
+    if model_impl != "transformers":
+        config, reason = native_config(architecture, checkpoint.config)
+        if config is not None:
+            model: CausalLM = DecoderLM(config, source, max_model_len)
+            return model.eval()
+        if model_impl == "native":
+            raise UnsupportedModelError(
+                f"{architecture} has no native implementation here: {reason}. "
+                f"Native: {', '.join(NATIVE)}. Use model_impl='transformers' (or 'auto')."
+            )
+        logger.info("%s: served through transformers, since %s", architecture, reason)
+    from octavo.models.transformers_route import load_transformers_model
+
+    return load_transformers_model(architecture, source, max_model_len)
+
+
+def native_config(architecture: str, config: dict[str, Any]) -> tuple[DecoderConfig | None, str]:
+    """The native reading of a configuration, or None and the reason why there is none."""
+    read = NATIVE.get(architecture)
+    if read is None:
+        return None, "the architecture is not written natively"
+    decoder = read(config)
+    reason = decoder.unsupported_reason()
+    return (None, reason) if reason else (decoder, "")
+
+
+def architecture_of(checkpoint: Checkpoint) -> str:
+    """The class name that `config.json` gives under `architectures`."""
+    architectures = checkpoint.config.get("architectures") or []
+    if not architectures:
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: config.json names no architecture (model_type {checkpoint.config.get('model_type')!r}); "
+            "add the class name of a causal language model under 'architectures'."
+        )
+    return str(architectures[0])
+
+
+def _check_arguments(
+    dtype: torch.dtype, device: torch.device | str, model_impl: str, quantization: str | None
+) -> None:
+    if model_impl not in MODEL_IMPLS:
+        raise UserError(f"model_impl {model_impl!r} is not one of {', '.join(MODEL_IMPLS)}", param="model_impl")
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype} is not one of float32, bfloat16, float16", param="dtype")
+    if dtype == torch.float16 and torch.device(device).type == "cpu":
+        logger.warning("float16 on a CPU is computed slowly and overflows beyond 65504; bfloat16 or float32 serve better")
+    check_quantization(quantization)
