@@ -1,0 +1,83 @@
+"""The engine's settings: one documented field each (flags, environment variables and docs are generated from them)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from octavo.errors import UserError
+from octavo.settings import setting
+
+
+@dataclass
+class EngineConfig:
+    """How to load a model and how to run it. Names and defaults follow vLLM's."""
+
+    model: str = setting("demo", "directory, .gguf file, Hugging Face id, or 'demo'", positional=True)
+    tokenizer: str | None = setting(None, "directory or Hugging Face id of the tokenizer (default: the model's own)")
+    skip_tokenizer_init: bool = setting(False, "load no tokenizer; prompts are token ids then")
+    dtype: str = setting(
+        "auto", "type of activations and plain weights", choices=("auto", "float32", "bfloat16", "float16")
+    )
+    device: str = setting("auto", "'auto', 'cpu' or 'cuda'", choices=("auto", "cpu", "cuda"))
+    load_format: str = setting(
+        "auto", "'dummy' builds random weights from config.json alone", choices=("auto", "dummy")
+    )
+    model_impl: str = setting("auto", "whose modules run the model", choices=("auto", "native", "transformers"))
+    quantization: str | None = setting(None, "quantize a plain checkpoint while loading (not available yet)")
+    max_model_len: int | str | None = setting(
+        None, "context length in tokens, prompt and output together; 'auto' takes what fits", metavar="TOKENS"
+    )
+    block_size: int = setting(16, "tokens a block of the KV cache")
+    kv_cache_dtype: str = setting("auto", "type of the KV cache", choices=("auto", "float32", "bfloat16", "float16"))
+    kv_cache_memory_bytes: int | None = setting(None, "size of the KV cache; overrides gpu_memory_utilization")
+    gpu_memory_utilization: float = setting(
+        0.9, "share of the device's memory that weights and KV cache may use together"
+    )
+    max_num_seqs: int | None = setting(None, "requests that run at the same time (default: 64 on a CPU)")
+    max_num_batched_tokens: int | None = setting(None, "tokens computed in one step (default: 2048 on a CPU)")
+    max_prefill_tokens_with_decodes: int | None = setting(
+        None, "prompt tokens in a step that also decodes, so that streams do not stall (default: 256 on a CPU)"
+    )
+    enable_prefix_caching: bool = setting(True, "share the KV blocks of common prefixes between requests")
+    scheduling_policy: str = setting("fcfs", "who goes first", choices=("fcfs", "priority"))
+    tensor_parallel_size: int = setting(1, "devices that share the model (more than 1 is not available yet)")
+    enforce_eager: bool = setting(False, "run without CUDA graphs (no effect on a CPU, which has none)")
+    deterministic: bool = setting(False, "make tokens independent of the batch (not available yet)")
+    seed: int = setting(0, "seed of requests that bring none")
+
+    def __post_init__(self) -> None:
+        _require(self.block_size in (8, 16, 32, 64, 128), "block_size", self.block_size, "one of 8, 16, 32, 64, 128")
+        _require(
+            0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]"
+        )
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_prefill_tokens_with_decodes",
+            "kv_cache_memory_bytes",
+        ):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "at least 1")
+        length = self.max_model_len
+        if isinstance(length, str) and length != "auto":
+            raise UserError(
+                f"max_model_len is {length!r}; it must be a number of tokens or 'auto'", param="max_model_len"
+            )
+        _require(not isinstance(length, int) or length >= 1, "max_model_len", length, "at least 1, or 'auto'")
+        _require(self.tensor_parallel_size == 1, "tensor_parallel_size", self.tensor_parallel_size, "1 in this version")
+        _require(self.quantization is None, "quantization", self.quantization, "None in this version; compress first")
+        _require(not self.deterministic, "deterministic", self.deterministic, "False in this version")
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: object) -> EngineConfig:
+        """The configuration for keyword arguments; an unknown one is a TypeError that names the known ones."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(kwargs) - known)
+        if unknown:
+            raise TypeError(f"unknown argument {unknown[0]!r}; LLM takes {', '.join(sorted(known))}")
+        return cls(**kwargs)  # type: ignore[arg-type]
+
+
+def _require(condition: bool, name: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise UserError(f"{name} is {value!r}; it must be {allowed}", param=name)

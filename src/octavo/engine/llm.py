@@ -1,0 +1,162 @@
+"""Offline inference: `LLM.generate` and `LLM.chat` drive the engine in this process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.answers import Answer, check_prompt, tokenize_bad_words
+from octavo.engine.config import EngineConfig
+from octavo.engine.engine import Engine
+from octavo.engine.messages import EngineRequest
+from octavo.engine.outputs import RequestOutput
+from octavo.engine.progress import Progress
+from octavo.engine.tokenizer import load_tokenizer, render_chat
+from octavo.errors import EngineDeadError, UserError
+
+Prompt = str | list[int] | dict[str, Any]
+
+
+class LLM:
+    """A model, loaded and ready to answer.
+
+    `model` is a directory, a .gguf file, a Hugging Face id or "demo"; the keyword arguments are the fields of
+    `octavo.engine.config.EngineConfig`. Usable as a context manager; `shutdown()` frees the memory.
+    """
+
+    def __init__(self, model: str, **kwargs: Any) -> None:
+        config = EngineConfig.from_kwargs(model=str(model), **kwargs)
+        self._engine: Engine | None = Engine(config)
+        self._names = itertools.count()
+        self._tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model, config.tokenizer)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one prompt or several; the results come in the prompts' order.
+
+        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. `sampling_params` is one
+        for all or one a prompt. All prompts are checked before the first is run: a wrong one is a UserError.
+        """
+        listed = _list_prompts(prompts)
+        params = _list_params(sampling_params, len(listed))
+        requests = [self._parse(prompt) for prompt in listed]
+        answers = [
+            Answer(str(next(self._names)), text, ids, p, self._tokenizer)
+            for (text, ids), p in zip(requests, params, strict=True)
+        ]
+        return self._run(answers, use_tqdm)
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, given as lists of {"role", "content"}."""
+        conversations = messages if messages and isinstance(messages[0], list) else [messages]
+        prompts: list[Prompt] = []
+        for conversation in conversations:
+            text = render_chat(
+                self.get_tokenizer(),
+                conversation,  # type: ignore[arg-type]
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            ids = self.get_tokenizer().encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """The model's transformers tokenizer. Raises UserError with skip_tokenizer_init=True."""
+        if self._tokenizer is None:
+            raise UserError("the model was loaded with skip_tokenizer_init=True; prompts must be token ids")
+        return self._tokenizer
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Raises EngineDeadError after shutdown()."""
+        if self._engine is None:
+            raise EngineDeadError("this LLM was shut down; create a new one")
+        return self._engine
+
+    def shutdown(self) -> None:
+        """Free the model and the KV cache. Calling it twice is fine."""
+        self._engine = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _parse(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Text (when known) and token ids of a prompt."""
+        text, ids = prompt if isinstance(prompt, str) else None, prompt if isinstance(prompt, list) else None
+        if isinstance(prompt, dict):
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if ids is None:
+            if not isinstance(text, str):
+                raise UserError(f"a prompt is {prompt!r}; it must be text, token ids, or a dict with one of them")
+            ids = self.get_tokenizer().encode(text)
+        check_prompt(ids, self.engine.info.max_model_len)
+        return text, list(ids)
+
+    def _run(self, answers: list[Answer], use_tqdm: bool) -> list[RequestOutput]:
+        engine = self.engine
+        waiting = {part.request_id: (answer, part) for answer in answers for part in answer.parts}
+        try:
+            for name, (answer, part) in waiting.items():
+                bad_words = tokenize_bad_words(self._tokenizer, part.params)
+                engine.add(EngineRequest(name, answer.prompt_token_ids, part.params, bad_words=bad_words))
+            with Progress(len(waiting), "generating", enabled=use_tqdm) as progress:
+                while waiting:
+                    for output in engine.step():
+                        answer, part = waiting[output.request_id]
+                        if output.error is not None:
+                            raise EngineDeadError(f"request {output.request_id} failed: {output.error}")
+                        if answer.accept(part, output):
+                            engine.finish(output.request_id, part.stop_reason)
+                        if part.finish_reason is not None:
+                            del waiting[output.request_id]
+                            progress.advance()
+        finally:
+            for name in waiting:  # an error or Ctrl-C: the requests that still run would haunt the next call
+                engine.abort(name)
+        return [answer.result() for answer in answers]
+
+
+def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(isinstance(item, int) for item in listed):
+        return [listed]  # type: ignore[list-item]
+    return listed  # type: ignore[return-value]
+
+
+def _list_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise UserError(f"there are {len(params)} sampling_params for {count} prompts; give one, or one a prompt")
+    return list(params)

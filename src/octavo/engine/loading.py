@@ -1,0 +1,86 @@
+"""From a configuration to a model in memory, with what the engine must know to size the rest."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from octavo import ops
+from octavo.checkpoint.base import Checkpoint
+from octavo.checkpoint.reader import DummyCheckpoint, open_checkpoint
+from octavo.checkpoint.source import resolve_model
+from octavo.core.cache_groups import CacheGroup, group_layers
+from octavo.engine.config import EngineConfig
+from octavo.errors import UserError
+from octavo.models import load_model
+from octavo.models.base import CausalLM
+
+
+@dataclass
+class LoadedModel:
+    """A model, ready to run once its KV cache is bound. `free_bytes` is what the cache may take."""
+
+    model: CausalLM
+    checkpoint: Checkpoint
+    groups: list[CacheGroup]
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    free_bytes: int
+    eos_token_ids: list[int]
+    generation_config: dict[str, Any] = field(default_factory=dict)
+
+
+def load(config: EngineConfig) -> LoadedModel:
+    """Open the checkpoint and build the model on its device."""
+    device = _pick_device(config.device)
+    dtype = _pick_dtype(config.dtype, device)
+    if config.load_format == "dummy":
+        checkpoint: Checkpoint = DummyCheckpoint(resolve_model(config.model), seed=config.seed)
+    else:
+        checkpoint = open_checkpoint(config.model)
+    model = load_model(checkpoint, dtype=dtype, device=device, model_impl=config.model_impl)
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
+    specs = [replace(spec, bytes_per_element=kv_dtype.itemsize) for spec in model.kv_cache_specs()]
+    return LoadedModel(
+        model=model,
+        checkpoint=checkpoint,
+        groups=group_layers(specs),
+        device=device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        free_bytes=_free_bytes(device, config.gpu_memory_utilization),
+        eos_token_ids=_eos_token_ids(checkpoint),
+        generation_config=checkpoint.generation_config,
+    )
+
+
+def _pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device is 'cuda', but torch finds no usable GPU; use device='cpu'", param="device")
+    return torch.device(name)
+
+
+def _pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    return ops.default_dtype(device) if name == "auto" else getattr(torch, name)  # type: ignore[no-any-return]
+
+
+def _free_bytes(device: torch.device, utilization: float) -> int:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(max(0, free - (1 - utilization) * total))
+    page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_AVPHYS_PAGES")
+    return int(page * pages * utilization)
+
+
+def _eos_token_ids(checkpoint: Checkpoint) -> list[int]:
+    """All end-of-sequence ids: those of generation_config.json (chat models list several), else config.json's."""
+    found = checkpoint.generation_config.get("eos_token_id", checkpoint.config.get("eos_token_id"))
+    if found is None:
+        return []
+    return [int(t) for t in found] if isinstance(found, list) else [int(found)]

@@ -1,0 +1,110 @@
+"""Runs the model on a scheduler step and samples: the only part of the engine that touches tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from octavo.core.cache_groups import CacheGroup, cache_layout
+from octavo.core.request import Request
+from octavo.core.scheduler import ScheduledRequest, Step
+from octavo.engine.inputs import BlockTables, build_inputs
+from octavo.engine.outputs import Logprobs
+from octavo.engine.sampler import SamplingRow, sample, top_logprobs
+from octavo.models.base import CausalLM
+from octavo.ops import KVCache
+
+PROMPT_LOGPROB_ROWS = 256  # rows of logits held at once while prompt log-probabilities are taken
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step produced. A request that is missing from `tokens` sampled nothing in it."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, Logprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[Logprobs]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)  # request -> what went wrong with it alone
+
+
+class Runner:
+    """Owns the model and the KV cache's tensors."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        groups: list[CacheGroup],
+        num_blocks: int,
+        block_size: int,
+        kv_dtype: torch.dtype,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._num_groups = len(groups)
+        self._block_size = block_size
+        self._device = device
+        layout = cache_layout(groups)
+        caches = [
+            KVCache.allocate(num_blocks, block_size, slot.num_kv_heads, slot.head_dim, kv_dtype, device)
+            for slot in layout.slots
+        ]
+        group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
+        layers = range(len(layout.slot_of_layer))
+        model.bind_kv_cache([caches[layout.slot_of_layer[i]] for i in layers], [group_of[i] for i in layers])
+        self._tables = BlockTables(len(groups), max_num_seqs, -(-max_model_len // block_size))
+        self._rows: dict[str, SamplingRow] = {}
+
+    def add(self, request: Request, row: SamplingRow) -> None:
+        """Make a request known before its first step; `row` shares its token lists with the request."""
+        self._rows[request.request_id] = row
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request that ended."""
+        self._rows.pop(request_id, None)
+        self._tables.release(request_id)
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> StepResult:
+        """Compute the step's tokens and sample where the scheduler asks for it."""
+        inputs = build_inputs(step, self._tables, self._num_groups, self._block_size, self._device)
+        hidden = self._model(inputs.input_ids, inputs.positions, inputs.step)
+        result = StepResult()
+        sampling = [item for item in step.requests if item.sample]
+        if sampling:
+            self._sample(self._model.compute_logits(hidden[inputs.sample_rows]), sampling, result)
+        offset = 0
+        for item in step.requests:
+            if item.num_prompt_logprob_rows:
+                first = offset + item.prompt_logprob_start - item.start
+                rows = hidden[first : first + item.num_prompt_logprob_rows]
+                result.prompt_logprobs[item.request.request_id] = self._prompt_logprobs(item, rows)
+            offset += item.num_tokens
+        return result
+
+    def _sample(self, logits: Tensor, sampling: list[ScheduledRequest], result: StepResult) -> None:
+        sampled = sample(logits, [self._rows[item.request.request_id] for item in sampling])
+        for item, token, logprobs in zip(sampling, sampled.token_ids, sampled.logprobs, strict=True):
+            name = item.request.request_id
+            if token is None:
+                result.failed[name] = "the model's logits are not numbers (NaN) for this request"
+                continue
+            result.tokens[name] = [token]
+            if logprobs is not None:
+                result.logprobs[name] = logprobs
+
+    def _prompt_logprobs(self, item: ScheduledRequest, hidden: Tensor) -> list[Logprobs]:
+        """Entries for the prompt tokens that these rows predict: each row is about the token after its own."""
+        request = item.request
+        first_target = item.prompt_logprob_start + 1
+        targets = request.tokens[first_target : first_target + item.num_prompt_logprob_rows]
+        count = int(request.params.prompt_logprobs or 0)
+        entries: list[Logprobs] = []
+        for first in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+            part = targets[first : first + PROMPT_LOGPROB_ROWS]
+            logits = self._model.compute_logits(hidden[first : first + len(part)])
+            entries += top_logprobs(torch.log_softmax(logits, dim=-1), part, [count] * len(part))
+        return entries
