@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.errors import UserError
 from octavo.ops import reference
+from octavo.ops.cpu import weights as cpu_weights
 from octavo.ops.dispatch import Candidate, Operation
 from octavo.ops.kv_cache import AttentionMetadata, KVCache
-from octavo.ops.packed_weight import PackedWeight, QuantizedWeightLike, TorchDense, TorchQuantized
+from octavo.ops.packed_weight import Layout, PackedWeight, QuantizedWeightLike, TorchDense, TorchQuantized
 
 _RMS_NORM = Operation("rms_norm", Candidate("torch", reference.rms_norm))
 _ADD_RMS_NORM = Operation("add_rms_norm", Candidate("torch", reference.add_rms_norm))
@@ -19,6 +21,14 @@ _STORE_KV = Operation("store_kv", Candidate("torch", reference.store_kv))
 _PAGED_ATTENTION = Operation("paged_attention", Candidate("torch", reference.paged_attention))
 
 OPERATIONS = (_RMS_NORM, _ADD_RMS_NORM, _SILU_MUL, _GELU_TANH_MUL, _ROTARY_AND_STORE, _STORE_KV, _PAGED_ATTENTION)
+
+
+# The candidates of `linear`, fastest first; a weight is packed once for the first that takes it.
+LAYOUTS = (
+    Layout("cpu tiles", cpu_weights.rejects, cpu_weights.pack),
+    Layout("torch dense", TorchDense.rejects, TorchDense),
+    Layout("torch dequantize", TorchQuantized.rejects, TorchQuantized),
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -96,9 +106,10 @@ def pack_weight(
     Raises UserError for a quantization that no kernel serves.
     """
     device = torch.device(device)
-    if isinstance(weight, Tensor):
-        return TorchDense(weight, dtype, device)
-    return TorchQuantized(weight, dtype, device)
+    for layout in LAYOUTS:
+        if layout.rejects(weight, dtype, device) is None:
+            return layout.pack(weight, dtype, device)
+    raise UserError(f"no layout takes a weight of shape {tuple(weight.shape)} in {dtype} on {device}")
 
 
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -79,12 +81,26 @@ class PackedWeight(ABC):
         return f"{self.name} [{self.shape[0]}, {self.shape[1]}], {self.num_bytes / 2**20:.1f} MiB"
 
 
+@dataclass(frozen=True)
+class Layout:
+    """A way to pack weights: `rejects(weight, dtype, device)` says why it does not take one, or None."""
+
+    name: str
+    rejects: Callable[[Tensor | QuantizedWeightLike, torch.dtype, torch.device], str | None]
+    pack: Callable[[Tensor | QuantizedWeightLike, torch.dtype, torch.device], PackedWeight]
+
+
 class TorchDense(PackedWeight):
     """The weight as it is, multiplied by torch."""
 
     name = "torch dense"
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    @staticmethod
+    def rejects(weight: Tensor | QuantizedWeightLike, dtype: torch.dtype, device: torch.device) -> str | None:
+        return None if isinstance(weight, Tensor) else "serves weights that are not quantized"
+
+    def __init__(self, weight: Tensor | QuantizedWeightLike, dtype: torch.dtype, device: torch.device) -> None:
+        assert isinstance(weight, Tensor)
         self.weight = weight.to(device=device, dtype=dtype).contiguous()
         self.shape = (weight.shape[0], weight.shape[1])
 
@@ -104,7 +120,12 @@ class TorchQuantized(PackedWeight):
 
     name = "torch dequantize"
 
-    def __init__(self, weight: QuantizedWeightLike, dtype: torch.dtype, device: torch.device) -> None:
+    @staticmethod
+    def rejects(weight: Tensor | QuantizedWeightLike, dtype: torch.dtype, device: torch.device) -> str | None:
+        return "serves quantized weights" if isinstance(weight, Tensor) else None
+
+    def __init__(self, weight: Tensor | QuantizedWeightLike, dtype: torch.dtype, device: torch.device) -> None:
+        assert not isinstance(weight, Tensor)
         self.shape = (int(weight.shape[0]), int(weight.shape[1]))
         self.num_bits = weight.scheme.num_bits
         self.quantizes_input = quantizes_input(weight.scheme)

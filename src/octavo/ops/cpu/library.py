@@ -1,10 +1,62 @@
-"""Opens the compiled kernels, if they were built and this CPU can run them."""
+"""Opens the compiled kernels, if they were built and this CPU can run them.
+
+The library is plain C to the outside (pointers and integers), so one build serves every Python and torch. It must be
+opened after torch: both name their OpenMP runtime libgomp.so.1, the loader then gives the kernels torch's copy, and
+there is one pool of threads, sized by `torch.set_num_threads`.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
+from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
 import torch
+
+ABI_VERSION = 1
+DISABLE_VARIABLE = "OCTAVO_DISABLE_CPU_KERNELS"
+
+_SIGNATURES: dict[str, list[type]] = {
+    "octavo_linear": [c_void_p, c_void_p, c_int64, c_void_p, c_int32, c_void_p],
+    "octavo_rows": [c_void_p, c_void_p, c_int64, c_void_p, c_int32],
+}
+
+
+@cache
+def load() -> tuple[ctypes.CDLL | None, str | None]:
+    """(library, None), or (None, why there is none)."""
+    if os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0"):
+        return None, f"switched off by {DISABLE_VARIABLE}"
+    files = sorted(Path(__file__).parent.glob("_kernels*.so"))
+    if not files:
+        return None, "not built: no compiler when the package was installed (reinstall with g++ and OpenMP at hand)"
+    try:
+        library = ctypes.CDLL(str(files[0]))
+    except OSError as error:
+        return None, f"cannot be opened: {error}"
+    version = library.octavo_abi_version()
+    if version != ABI_VERSION:
+        return None, f"an old build (interface {version}, not {ABI_VERSION}): reinstall the package"
+    if library.octavo_cpu_level() < 1:
+        return None, "this CPU lacks AVX-512 with BF16 and VNNI"
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = None
+    return library, None
+
+
+def unavailable() -> str | None:
+    """Why the kernels cannot be used in this process, or None."""
+    return load()[1]
 
 
 def prefers_interleaved(device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int) -> bool:
     """Whether the attention kernel that will run reads the interleaved order of `KVCache`."""
-    return False
+    suits = device.type == "cpu" and dtype == torch.bfloat16 and block_size % 16 == 0 and head_dim % 16 == 0
+    return suits and unavailable() is None
+
+
+__all__ = ["ABI_VERSION", "c_double", "c_float", "load", "prefers_interleaved", "unavailable"]

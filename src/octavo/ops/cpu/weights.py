@@ -1,0 +1,192 @@
+"""Weights in the tiles that linear.cpp reads: 16 output rows a tile, the factors of one instruction side by side."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.ops.cpu import library
+from octavo.ops.packed_weight import PackedWeight, QuantizedWeightLike, quantizes_input
+
+TILE = 16
+BF16, INT4, INT8, W8A8 = range(4)
+# From this many rows on, expanding a tile to bf16 once costs less than decoding it for each block of six rows
+# (measured on 2 cores of a Xeon with AVX-512, K = 576 and 1536).
+DEQUANTIZE_FROM = {INT4: 25, INT8: 13}
+
+
+class _WeightStruct(ctypes.Structure):
+    """Mirrors `struct Weight` of linear.cpp."""
+
+    _fields_ = (
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("tile_bytes", ctypes.c_int64),
+        ("data", ctypes.c_void_p),
+        ("row_scale", ctypes.c_void_p),
+        ("kind", ctypes.c_int32),
+        ("has_offset", ctypes.c_int32),
+        ("code_base", ctypes.c_int32),
+        ("dequantize_from", ctypes.c_int32),
+    )
+
+
+class CpuWeight(PackedWeight):
+    """A weight in tiles; `data` uint8 [tiles, bytes of a tile]."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        kind: int,
+        data: Tensor,
+        *,
+        group: int = 0,
+        row_scale: Tensor | None = None,
+        has_offset: bool = False,
+        code_base: int = 0,
+    ) -> None:
+        self.name = "cpu " + ("bf16", "int4", "int8", "int8 x int8")[kind]
+        self.shape = shape
+        self.data = data
+        self.row_scale = row_scale
+        self._struct = _WeightStruct(
+            n=shape[0],
+            k=shape[1],
+            group=group,
+            tile_bytes=data.shape[1],
+            data=data.data_ptr(),
+            row_scale=None if row_scale is None else row_scale.data_ptr(),
+            kind=kind,
+            has_offset=has_offset,
+            code_base=code_base,
+            dequantize_from=DEQUANTIZE_FROM.get(kind, 0),
+        )
+        self._address = ctypes.addressof(self._struct)
+        cpu_library = library.load()[0]
+        assert cpu_library is not None
+        self._linear: Any = cpu_library.octavo_linear
+        self._rows: Any = cpu_library.octavo_rows
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.nbytes + (0 if self.row_scale is None else self.row_scale.nbytes)
+
+    def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        if not x.is_contiguous():
+            x = x.contiguous()
+        rows = x.shape[0]
+        out = torch.empty((rows, self.shape[0]), dtype=out_dtype)
+        self._linear(
+            self._address,
+            x.data_ptr(),
+            rows,
+            out.data_ptr(),
+            out_dtype is torch.float32,
+            None if bias is None else bias.data_ptr(),
+        )
+        return out
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        ids = ids.contiguous()
+        kernel_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
+        out = torch.empty((*ids.shape, self.shape[1]), dtype=kernel_dtype)
+        self._rows(self._address, ids.data_ptr(), ids.numel(), out.data_ptr(), kernel_dtype is torch.float32)
+        return out.to(dtype)
+
+
+def rejects(weight: Tensor | QuantizedWeightLike, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the kernels do not serve this weight, or None."""
+    if library.unavailable() is not None:
+        return library.unavailable()
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return f"serves bfloat16 on the CPU, not {dtype} on {device.type}"
+    columns = weight.shape[1]
+    if isinstance(weight, Tensor):
+        return None if columns % 2 == 0 else f"{columns} columns are odd"
+    groups = weight.scale.shape[1]
+    if quantizes_input(weight.scheme):
+        fits = weight.scheme.num_bits == 8 and groups == 1 and weight.offset is None and columns % 4 == 0
+        return None if fits else "int8 inputs need symmetric 8-bit weights with a scale a row"
+    step = 8 if weight.scheme.num_bits == 4 else 2
+    return None if columns // groups % step == 0 else f"groups of {columns // groups} are no multiple of {step}"
+
+
+def pack(weight: Tensor | QuantizedWeightLike, dtype: torch.dtype, device: torch.device) -> CpuWeight:
+    """Arrange a weight that `rejects` lets through, so for bfloat16 inputs on the CPU."""
+    shape = (int(weight.shape[0]), int(weight.shape[1]))
+    if isinstance(weight, Tensor):
+        return CpuWeight(shape, BF16, _interleave(weight.to(torch.bfloat16), 2))
+    if quantizes_input(weight.scheme):
+        unsigned = (weight.codes.to(torch.int16) + 128).to(torch.uint8)
+        row_scale = _pad_rows(weight.scale.float()).flatten().contiguous()
+        return CpuWeight(shape, W8A8, _interleave(unsigned, 4), row_scale=row_scale)
+    return _pack_groups(shape, weight)
+
+
+def _pack_groups(shape: tuple[int, int], weight: QuantizedWeightLike) -> CpuWeight:
+    groups = weight.scale.shape[1]
+    scale = _pad_rows(weight.scale.float())
+    offset = None if weight.offset is None else _pad_rows(weight.offset.float())
+    code_base = 0
+    if weight.scheme.num_bits == 4:
+        if offset is not None and torch.equal(offset, -8 * scale):
+            code_base, offset = -8, None
+        codes = _pack_nibbles(_pad_rows(weight.codes), groups)
+    else:
+        codes = _interleave(weight.codes, 2).view(-1, groups, TILE * shape[1] // groups)
+    row_scale = _row_scale(scale, offset)
+    parts = [_tile_halves(scale / row_scale[:, None])]
+    if offset is not None:
+        parts.append(_tile_halves(offset / row_scale[:, None]))
+    data = torch.cat((*parts, codes), dim=2).flatten(1)
+    kind = INT4 if weight.scheme.num_bits == 4 else INT8
+    group = shape[1] // groups
+    has_offset = offset is not None
+    return CpuWeight(
+        shape, kind, data, group=group, row_scale=row_scale, has_offset=has_offset, code_base=code_base
+    )
+
+
+def _row_scale(scale: Tensor, offset: Tensor | None) -> Tensor:
+    """A factor a row that brings scales and offsets into the range of fp16: a power of two, so that it costs no digit.
+
+    With a single scale a row it is that scale itself, which then needs no rounding at all.
+    """
+    largest = scale.abs().amax(dim=1)
+    if scale.shape[1] == 1 and bool((largest > 0).all()):
+        return scale[:, 0].contiguous()
+    if offset is not None:
+        largest = torch.maximum(largest, offset.abs().amax(dim=1) / 16)
+    exponent = torch.floor(torch.log2(largest.clamp(min=2.0**-100)))
+    return torch.exp2(exponent).contiguous()
+
+
+def _pad_rows(x: Tensor) -> Tensor:
+    """Zero rows up to a whole number of tiles."""
+    return F.pad(x, (0, 0, 0, -x.shape[0] % TILE)) if x.shape[0] % TILE else x
+
+
+def _interleave(x: Tensor, factors: int) -> Tensor:
+    """[N, K] to bytes [tiles, ...] in the order (k / factors, row of the tile, k % factors)."""
+    x = _pad_rows(x)
+    tiles = x.view(-1, TILE, x.shape[1] // factors, factors).transpose(1, 2).contiguous()
+    return tiles.flatten(1).view(torch.uint8)
+
+
+def _tile_halves(x: Tensor) -> Tensor:
+    """[N, G] to fp16 bytes [tiles, G, 32]."""
+    return x.view(-1, TILE, x.shape[1]).transpose(1, 2).to(torch.float16).contiguous().view(torch.uint8)
+
+
+def _pack_nibbles(codes: Tensor, groups: int) -> Tensor:
+    """Codes [N, K / 2] to [tiles, groups, bytes]: a word holds 8 values of k of a row, even ones in its low half."""
+    b = codes.view(-1, TILE, codes.shape[1] // 4, 4)
+    even, odd = b & 15, b >> 4
+    low, high = even[..., 0::2] | (even[..., 1::2] << 4), odd[..., 0::2] | (odd[..., 1::2] << 4)
+    words = torch.cat((low, high), dim=-1).transpose(1, 2).contiguous()  # [tiles, K / 8, 16, 4]
+    return words.view(words.shape[0], groups, -1)
