@@ -37,14 +37,13 @@ class KVCacheManager:
         """Blocks that a sequence of `length` tokens may hold at once, over all groups."""
         return sum(kind.max_blocks(spec, length, min(in_flight, length), self.block_size) for spec, kind in self._rules)
 
-    def find_hit(self, request: Request) -> PrefixHit:
-        """The longest cached prefix on which all groups agree; the last token is never part of it.
+    def may_hit(self, request: Request) -> bool:
+        """Whether the prefix cache serves a request; prompt logprobs need the logits of every position, so no."""
+        return self.enable_caching and request.params.prompt_logprobs is None
 
-        Requests that want prompt logprobs need the logits of every position, so nothing is looked up for them.
-        """
-        limit = (request.known - 1) // self.block_size
-        if not self.enable_caching or request.params.prompt_logprobs is not None:
-            limit = 0
+    def find_hit(self, request: Request) -> PrefixHit:
+        """The longest cached prefix on which all groups agree; the last token is never part of it."""
+        limit = (request.known - 1) // self.block_size if self.may_hit(request) else 0
         self._extend_keys(request, limit)
         keys = request.block_keys
         previous = -1

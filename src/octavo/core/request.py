@@ -44,6 +44,7 @@ class Request:
         "cache_salt",
         "computed",
         "discards_in_flight",
+        "drafts",
         "eos_token_ids",
         "error",
         "finish_reason",
@@ -103,6 +104,7 @@ class Request:
         self.computed = 0
         self.scheduled = 0
         self.pending = 0  # tokens that the steps in flight will sample
+        self.drafts: list[int] = []  # guesses for the next step, beyond `known`
         self.in_flight = 0  # steps in flight that hold this request
         self.is_draining = False  # left the running set, but its blocks wait for steps in flight
         self.discards_in_flight = False  # the results of the steps in flight are void

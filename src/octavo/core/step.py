@@ -17,8 +17,9 @@ class ScheduledRequest:
 
     token_ids: the `num_tokens` inputs (IN_FLIGHT_TOKEN where the device knows better). block_ids: the request's whole
     table a cache group, live and append-only, so do not change it. sample: whether the last row's logits give a new
-    token. The first `num_prompt_logprob_rows` rows after `prompt_logprob_start - start` give the logprobs of the prompt
-    tokens at positions `prompt_logprob_start + 1` onwards.
+    token. num_drafts: so many last inputs are guesses; all rows from the one before them on are sampled, and the step
+    brings one token more than it accepts of them. num_prompt_logprob_rows: so many rows, from `prompt_logprob_start -
+    start` on, give the logprobs of the prompt tokens at positions `prompt_logprob_start + 1` and following.
     """
 
     request: Request
@@ -27,6 +28,7 @@ class ScheduledRequest:
     token_ids: list[int]
     block_ids: list[list[int]]
     sample: bool
+    num_drafts: int = 0
     prompt_logprob_start: int = 0
     num_prompt_logprob_rows: int = 0
 
