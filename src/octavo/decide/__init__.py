@@ -1,0 +1,1 @@
+"""The loop over everything below: compress, serve, load, evaluate, and say what to do."""

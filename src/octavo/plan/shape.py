@@ -23,7 +23,7 @@ class Family:
     qkv_bias: bool = False
     qk_norm: str = "none"  # none | head: one weight a head channel | full: one a projection channel
     is_tied: bool = False  # the default of tie_word_embeddings when the file leaves it out
-    experts_key: str = ""  # the field that holds the number of experts
+    has_experts: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -38,9 +38,9 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family(is_tied=True),
     "gemma2": Family(norms_per_layer=4, is_tied=True),
     "gemma3_text": Family(norms_per_layer=4, qk_norm="head", is_tied=True),
-    "mixtral": Family(experts_key="num_local_experts"),
-    "qwen3_moe": Family(qk_norm="head", experts_key="num_experts"),
-    "llama4_text": Family(experts_key="num_local_experts"),
+    "mixtral": Family(has_experts=True),
+    "qwen3_moe": Family(qk_norm="head", has_experts=True),
+    "llama4_text": Family(has_experts=True),
 }
 
 
@@ -206,9 +206,9 @@ def _bias(text: Config, family: Family, g: Geometry) -> int:
 def _feed_forward(text: Config, family: Family, g: Geometry) -> tuple[int, int, int]:
     """(weights of all layers, routers, weights that one token uses)."""
     dense = 3 * g.hidden * _positive(text, "intermediate_size")
-    if not family.experts_key:
+    if not family.has_experts:
         return g.layers * dense, 0, g.layers * dense
-    experts = _positive(text, family.experts_key)
+    experts = _positive(text, "num_local_experts", "num_experts")  # older and newer files differ
     used = int(text.get("num_experts_per_tok") or 1)
     is_sparse = _sparse_layers(text, g.layers)
     expert = 3 * g.hidden * int(text.get("moe_intermediate_size") or text["intermediate_size"])
