@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,10 @@ class Checkpoint:
         """A transformers fast tokenizer, with the chat template; CheckpointError when there is none."""
         raise NotImplementedError
 
+    def save_tokenizer(self, directory: Path) -> None:
+        """Write the tokenizer's files into `directory`, as transformers of any version and vLLM read them."""
+        save_tokenizer(self.load_tokenizer(), directory)
+
     def _missing(self, name: str) -> CheckpointError:
         close = [other for other in self.names() if other.split(".")[-2:] == name.split(".")[-2:]][:3]
         hint = f"; it has {', '.join(close)}, for instance" if close else ""
@@ -66,3 +71,15 @@ class Checkpoint:
 def dense(weight: Tensor | QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     """A weight as one dense tensor: unchanged when it is one, dequantized to `dtype` when it is quantized."""
     return weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight
+
+
+def save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """`save_pretrained`, with the class name and the template's place that older readers know as well."""
+    tokenizer.save_pretrained(directory)
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if tokenizer.chat_template:
+        config["chat_template"] = tokenizer.chat_template
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

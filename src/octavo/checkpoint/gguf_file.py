@@ -71,7 +71,7 @@ class GGUFFile:
             self._data = np.memmap(path, dtype=np.uint8, mode="c")
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); download it again") from error
-        self._bytes = memoryview(self._data)
+        self._bytes = self._data.data
         self._position = 0
         try:
             num_tensors, num_keys = self._header()

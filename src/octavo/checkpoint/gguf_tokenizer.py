@@ -1,7 +1,7 @@
 """The tokenizer inside a GGUF file, as a transformers fast tokenizer.
 
-Byte-level BPE ("gpt2") and sentencepiece BPE ("llama") vocabularies are read. How text is cut before the merges apply is
-not in the file: `tokenizer.ggml.pre` names it, and the cuts are those of the named models' own tokenizer.json.
+Byte-level BPE ("gpt2") and sentencepiece BPE ("llama") vocabularies are read. How text is cut before the merges apply
+is not in the file: `tokenizer.ggml.pre` names it, and the cuts are those of the named models' own tokenizer.json.
 """
 
 from __future__ import annotations
@@ -170,12 +170,13 @@ def _add_special_tokens(backend: Any, tokens: list[str], types: list[int]) -> No
 def _add_bos_and_eos(backend: Any, metadata: dict[str, Any], tokens: list[str], default_bos: bool) -> None:
     from tokenizers import processors
 
-    around = []
-    for name, default in (("bos", default_bos), ("eos", False)):
+    def wanted(name: str, default: bool) -> tuple[str, int] | None:
         index = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        wanted = metadata.get(f"tokenizer.ggml.add_{name}_token", default) and index is not None
-        around.append((tokens[index], index) if wanted else None)
-    bos, eos = around
+        if index is None or not metadata.get(f"tokenizer.ggml.add_{name}_token", default):
+            return None
+        return tokens[index], index
+
+    bos, eos = wanted("bos", default_bos), wanted("eos", False)
     if bos is None and eos is None:
         return
     first, last = ([bos[0]] if bos else []), ([eos[0]] if eos else [])

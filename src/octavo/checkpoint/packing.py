@@ -1,7 +1,7 @@
 """compressed-tensors' packing: integer codes as a little-endian bit stream in int32 words.
 
-The rule: u = q + 2^(bits - 1); element i of a row occupies bits [i * bits, (i + 1) * bits) of the row's stream, the lowest
-bit first, across word borders where bits does not divide 32; the last word is filled with zeros.
+The rule: u = q + 2^(bits - 1); element i of a row occupies bits [i * bits, (i + 1) * bits) of the row's stream, the
+lowest bit first, across word borders where bits does not divide 32; the last word is filled with zeros.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def unpack_codes(packed: Tensor, bits: int, columns: int) -> Tensor:
     legacy = -(-columns // (32 // bits))
     if words not in (packed_columns(columns, bits), legacy):
         raise CheckpointError(
-            f"packed codes have {words} words a row; {columns} codes of {bits} bits need {packed_columns(columns, bits)}"
+            f"packed codes have {words} words a row; {columns} codes of {bits} bits need "
+            f"{packed_columns(columns, bits)}"
         )
     if bits == 8:
         unsigned = packed.contiguous().view(torch.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,20 @@ from octavo.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+TOKENIZER_PATTERNS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 class SafetensorsCheckpoint(Checkpoint):
-    """Plain tensors come as they are stored; with a `quantization_config` of compressed-tensors, weights stay quantized."""
+    """Plain tensors come as they are stored; what a compressed-tensors `quantization_config` names stays quantized."""
 
     def __init__(self, path: Path) -> None:
         config = read_json(path / "config.json")
@@ -62,7 +72,7 @@ class SafetensorsCheckpoint(Checkpoint):
         if file is None:
             raise self._missing(name)
         try:
-            found = self._open(file).get_tensor(name)
+            found: Tensor = self._open(file).get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{self.path / file}: tensor {name!r} cannot be read ({error}); download the file again"
@@ -75,6 +85,13 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def load_tokenizer(self) -> Any:
         return load_directory_tokenizer(self.path)
+
+    def save_tokenizer(self, directory: Path) -> None:
+        """The files themselves: nothing is more faithful."""
+        self.load_tokenizer()  # a broken one is told before it is copied
+        for pattern in TOKENIZER_PATTERNS:
+            for file in self.path.glob(pattern):
+                shutil.copyfile(file, directory / file.name)
 
     def _locate(self) -> dict[str, str]:
         """Tensor name -> file name, from the index or, without one, from the files themselves."""
