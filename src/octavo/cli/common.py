@@ -41,7 +41,9 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=max(120, console.width))
-    console.print(table)
+    with console.capture() as rendered:  # printed by us, since rich ends the program when a pipe is closed
+        console.print(table)
+    print(rendered.get(), end="")
     for note in notes:
         print(textwrap.fill(note, 100))
 

@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words or os.environ.get("OCTAVO_DEBUG", "0") not in ("", "0")
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()  # a closed pipe shows here rather than while Python exits
+        return code
     except UsageError as error:
         return _report(error, f"octavo: error: {error}", EXIT_USAGE, debug)
     except OctavoError as error:
