@@ -57,7 +57,7 @@ class StepBuilder:
                 count = min(count, self.prefill_left)
                 if self._has_room(request, count):
                     self.prefill_left -= count
-                    self.prefills.append(self._schedule(request, count))
+                    (self.decodes if count == 1 else self.prefills).append(self._schedule(request, count))
 
     def _schedule_drafts(self, request: Request) -> None:
         """A decode with guesses; they are dropped rather than that anyone is preempted for them."""
