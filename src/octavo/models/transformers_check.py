@@ -46,8 +46,11 @@ class AttentionCall:
 
 @dataclass
 class Recorder:
+    """What a dry run saw: the attention calls in order, what speaks against serving them, the size of a hidden row."""
+
     calls: list[AttentionCall] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    hidden_size: int = 0
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("octavo_attention_recorder", default=None)
@@ -131,7 +134,7 @@ def check_class(architecture: str, cls: Any, config: Any) -> None:
         (getattr(text, "num_kv_shared_layers", None), "some of its layers read the KV cache of others"),
         (getattr(text, "alibi", False), "its attention adds ALiBi biases"),
         (getattr(text, "use_bidirectional_attention", None) in (True, "all"), "its attention is not causal"),
-        ("is_decoder=" in source.replace(" ", "") and getattr(text, "is_decoder", True) is False, "its attention is not causal"),
+        ("self.is_decoder" in source and getattr(text, "is_decoder", True) is False, "its attention is not causal"),
         ("create_position_ids_from_input_ids" in source, "its positions depend on padding tokens"),
         (not getattr(cls, "_supports_attention_backend", False), "its code does not call transformers' AttentionInterface"),
         ("ALL_ATTENTION_FUNCTIONS" not in source, "its code does not call transformers' AttentionInterface"),
@@ -169,7 +172,7 @@ def dry_run(architecture: str, body: nn.Module) -> Recorder:
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
     with recording() as recorder, torch.inference_mode():
         try:
-            body(input_ids=ids, position_ids=ids, use_cache=False)
+            recorder.hidden_size = body(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state.shape[2]
         except Exception as error:
             if recorder.problems:
                 raise refusal(architecture, recorder.problems[0]) from error

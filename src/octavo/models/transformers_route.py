@@ -73,14 +73,17 @@ class TransformersLM(CausalLM):
         calls: its attention layers, in order.
         dtype: of activations and KV cache.
         max_position: positions that it was made for.
+        hidden_size: size of the rows that its body returns (OPT may project them).
     """
 
-    def __init__(self, model: Any, calls: list[AttentionCall], dtype: torch.dtype, max_position: int) -> None:
+    def __init__(
+        self, model: Any, calls: list[AttentionCall], dtype: torch.dtype, max_position: int, hidden_size: int
+    ) -> None:
         super().__init__()
         self.model, self.head = model, _head_of(model)
         self._dtype, self._holder = dtype, StepHolder()
-        text = model.config.get_text_config()
-        self.vocab_size, self.hidden_size, self.max_position = text.vocab_size, text.hidden_size, max_position
+        self.vocab_size = model.config.get_text_config().vocab_size
+        self.hidden_size, self.max_position = hidden_size, max_position
         self._attention: list[Attention] = []
         for index, call in enumerate(calls):
             layer = Attention(
@@ -149,26 +152,27 @@ def load_transformers_model(architecture: str, source: WeightSource, max_model_l
     cls = model_class(architecture, config)
     check_class(architecture, cls, config)
     max_position = _max_position(architecture, config, max_model_len)
-    calls = _probe(architecture, cls, config, max_position)
+    calls, hidden_size = _probe(architecture, cls, config, max_position)
     with parameters_on_meta():
         model = _build(cls, config, source.dtype)
     freeze_rope(model, max_position)
     load_weights(model, WeightPlan(model, source))
     for path, call in calls.items():
         call.module = model.get_submodule(path)
-    return TransformersLM(model.eval(), list(calls.values()), source.dtype, max_position)
+    return TransformersLM(model.eval(), list(calls.values()), source.dtype, max_position, hidden_size)
 
 
-def _probe(architecture: str, cls: Any, config: Any, max_position: int) -> dict[str, AttentionCall]:
-    """The attention layers by module path, from a dry run on a copy without weights."""
+def _probe(architecture: str, cls: Any, config: Any, max_position: int) -> tuple[dict[str, AttentionCall], int]:
+    """The attention layers by module path and the size of a hidden row, from a dry run on a copy without weights."""
     config = copy.deepcopy(config)
     config._experts_implementation = "batched_mm"  # the others look at values, which the meta device has not
     with torch.device("meta"):
         probe = _build(cls, config, torch.float32).eval()
     freeze_rope(probe, max_position)
-    calls = check_calls(architecture, dry_run(architecture, probe.base_model), config)
+    recorder = dry_run(architecture, probe.base_model)
+    calls = check_calls(architecture, recorder, config)
     paths = {id(module): path for path, module in probe.named_modules()}
-    return {paths[id(call.module)]: call for call in calls}
+    return {paths[id(call.module)]: call for call in calls}, recorder.hidden_size
 
 
 def _build_config(architecture: str, content: dict[str, Any]) -> Any:

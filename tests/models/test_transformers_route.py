@@ -1,0 +1,84 @@
+"""The generic route: logits equal transformers' own attention for families that are not written natively, and for some that are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import check_all_schedules, load, save_random
+from test_native import CASES as NATIVE_CASES
+from transformers import (
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    GPTNeoXConfig,
+    MixtralConfig,
+    Olmo2Config,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
+
+from octavo.models.transformers_route import TransformersLM
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 6.0],
+    "original_max_position_embeddings": 32,
+}
+CASES: dict[str, PreTrainedConfig] = {
+    "gpt_neox": GPTNeoXConfig(**SMALL, rotary_pct=0.5, use_parallel_residual=True),
+    "gpt_neox-sequential": GPTNeoXConfig(**SMALL, rotary_pct=1.0, use_parallel_residual=False, tie_word_embeddings=True),
+    "opt": OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=32),
+    "opt-projected": OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=16, do_layer_norm_before=False),
+    "phi3": Phi3Config(**GROUPED, sliding_window=20),
+    "phi3-longrope": Phi3Config(**GROUPED, rope_parameters=LONGROPE, original_max_position_embeddings=32),
+    "olmo2": Olmo2Config(**GROUPED),
+    "gemma2": Gemma2Config(
+        **GROUPED,
+        head_dim=16,
+        sliding_window=20,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=6.0,
+        query_pre_attn_scalar=8,
+    ),
+    "mixtral": MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "mixtral-window": MixtralConfig(**GROUPED, num_local_experts=12, num_experts_per_tok=2, sliding_window=20),
+    "qwen3_moe": Qwen3MoeConfig(**GROUPED, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
+    "gpt2": GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2),
+    "gpt_oss": GptOssConfig(
+        **GROUPED, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=20, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    reference = save_random(CASES[name], tmp_path)
+    model = load(tmp_path)
+    assert isinstance(model, TransformersLM)
+    check_all_schedules(model, reference)
+
+
+@pytest.mark.parametrize("name", ["llama-tied-biases", "qwen2-window", "qwen3", "mistral", "granite", "llama-dynamic"])
+def test_native_families_are_served_by_both_routes(name: str, tmp_path: Path) -> None:
+    reference = save_random(NATIVE_CASES[name], tmp_path)
+    model = load(tmp_path, model_impl="transformers")
+    assert isinstance(model, TransformersLM)
+    check_all_schedules(model, reference)
