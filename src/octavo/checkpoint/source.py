@@ -77,15 +77,17 @@ def _is_complete(snapshot: Path) -> bool:
 
 
 def _cached_snapshot(name: str) -> Path | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    """The newest cached snapshot, if it is whole; the Hub is not asked."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     try:
-        snapshot = Path(snapshot_download(name, local_files_only=True, allow_patterns=HUB_PATTERNS))
-    except LocalEntryNotFoundError:
-        return None
+        config = try_to_load_from_cache(name, "config.json")
     except HFValidationError as error:
         raise ModelNotFoundError(f"no model {name!r}: not a path and not a Hub id ({error}); give {KINDS}") from error
+    if not isinstance(config, str):
+        return None
+    snapshot = Path(config).parent
     return snapshot if _is_complete(snapshot) else None
 
 
@@ -112,7 +114,7 @@ def _download(name: str) -> Path:
             f"no model {name!r}: {tried}, and the Hub cannot be reached. Connect, set HF_ENDPOINT to a mirror, "
             f"or give {KINDS}"
         ) from error
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # what a broken transfer raises depends on the Hub client's HTTP library
         raise CheckpointError(f"the download of {name!r} broke off ({error}); run it again, it resumes") from error
     if not _is_complete(snapshot):
         raise CheckpointError(
