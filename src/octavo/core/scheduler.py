@@ -182,13 +182,14 @@ class Scheduler:
         """Append what a step sampled, up to a token that ends the request; returns the finish reason if one does."""
         request = item.request
         request.pending -= 1
-        if item.num_drafts:
-            request.computed -= item.num_drafts + 1 - len(tokens)  # roll back what was rejected
+        known, reason = request.known, None
         for token in tokens:
             reason = request.append(token)
             if reason is not None:
-                return reason
-        return None
+                break
+        if item.num_drafts:
+            request.computed -= item.num_drafts + 1 - (request.known - known)  # roll back what was rejected
+        return reason
 
     def fail(self, step: Step, reason: str) -> list[Request]:
         """A step failed: what it wrote is void. Its requests end with "error"; returns those that had not ended.
