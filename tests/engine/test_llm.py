@@ -182,7 +182,7 @@ def test_bad_input_names_the_value_and_disturbs_nothing(llm: LLM, call, words: l
 def test_bad_settings_name_the_value_and_the_way_out(tiny_llama: Path) -> None:
     with pytest.raises(CapacityError, match="max_model_len = 512"):
         LLM(str(tiny_llama), kv_cache_memory_bytes=20000)
-    with LLM(str(tiny_llama), kv_cache_memory_bytes=200000, max_model_len="auto") as llm:
+    with LLM(str(tiny_llama), kv_cache_memory_bytes=100000, max_model_len="auto") as llm:
         assert 16 <= llm.engine.info.max_model_len < 512
     with pytest.raises(UserError, match="100000"):
         LLM(str(tiny_llama), max_model_len=100000)

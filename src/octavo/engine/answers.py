@@ -18,8 +18,8 @@ def check_prompt(token_ids: list[int], max_model_len: int) -> None:
         raise UserError("the prompt is empty; it must hold at least one token", param="prompt")
     if len(token_ids) >= max_model_len:
         raise UserError(
-            f"the prompt has {len(token_ids)} tokens; the context of {max_model_len} tokens must hold it and at least one "
-            f"new token. Shorten the prompt to at most {max_model_len - 1} tokens or raise max_model_len",
+            f"the prompt has {len(token_ids)} tokens; the context of {max_model_len} must hold it and at least one new "
+            f"token. Shorten the prompt to at most {max_model_len - 1} tokens or raise max_model_len",
             param="prompt",
         )
 

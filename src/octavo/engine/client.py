@@ -94,7 +94,7 @@ class EngineClient:
                 output = await queue.get()
                 is_over = output.finish_reason is not None
                 if output.error is not None:
-                    raise _request_error(output)
+                    raise self._request_error(output)
                 yield output
         finally:
             self._queues.pop(request_id, None)
@@ -113,9 +113,14 @@ class EngineClient:
         return self._stats
 
     @property
+    def is_dead(self) -> bool:
+        """Whether the engine process ended."""
+        return self._is_dead or self._process.poll() is not None
+
+    @property
     def is_alive(self) -> bool:
-        """False when the engine ended, or when it has work and no step ended for longer than a step can take."""
-        if self._is_dead or self._process.poll() is not None:
+        """False when the engine ended, or when it was silent for longer than a step can take."""
+        if self.is_dead:
             return False
         patience = max(STALL_SECONDS, STALL_FACTOR * self._slowest_step)
         return time.monotonic() - self._heard < patience
@@ -177,8 +182,14 @@ class EngineClient:
         for request_id, queue in self._queues.items():
             queue.put_nowait(EngineOutput(request_id, finish_reason="error", error="the engine process ended"))
 
+    def _request_error(self, output: EngineOutput) -> OctavoError:
+        """Why one request ended: refused (its error's class came as the stop reason), failed alone, or all are lost."""
+        if output.stop_reason is not None:
+            return _rebuild(Failure(str(output.stop_reason), output.error or ""))
+        return (EngineDeadError if self._is_dead else OctavoError)(output.error or "")
+
     def _check_alive(self) -> None:
-        if self._is_dead or self._process.poll() is not None:
+        if self.is_dead:
             raise EngineDeadError("the engine process ended; restart the server")
 
 
@@ -187,10 +198,3 @@ def _rebuild(failure: Failure) -> OctavoError:
     error = kind(failure.message)
     assert isinstance(error, OctavoError)
     return error
-
-
-def _request_error(output: EngineOutput) -> OctavoError:
-    """The engine's refusal of a request (its class came as the stop reason), or its death."""
-    if output.stop_reason is not None:
-        return _rebuild(Failure(str(output.stop_reason), output.error or ""))
-    return EngineDeadError(output.error or "the engine could not compute this request")

@@ -46,7 +46,7 @@ class LLM:
         """
         listed = _list_prompts(prompts)
         params = _list_params(sampling_params, len(listed))
-        requests = [self._parse(prompt) for prompt in listed]
+        requests = [self._parse(prompt, p) for prompt, p in zip(listed, params, strict=True)]
         answers = [
             Answer(str(next(self._names)), text, ids, p, self._tokenizer)
             for (text, ids), p in zip(requests, params, strict=True)
@@ -107,7 +107,7 @@ class LLM:
     ) -> None:
         self.shutdown()
 
-    def _parse(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _parse(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
         """Text (when known) and token ids of a prompt."""
         text, ids = prompt if isinstance(prompt, str) else None, prompt if isinstance(prompt, list) else None
         if isinstance(prompt, dict):
@@ -116,8 +116,9 @@ class LLM:
             if not isinstance(text, str):
                 raise UserError(f"a prompt is {prompt!r}; it must be text, token ids, or a dict with one of them")
             ids = self.get_tokenizer().encode(text)
+        ids = params.truncate(list(ids), self.engine.info.max_model_len)
         check_prompt(ids, self.engine.info.max_model_len)
-        return text, list(ids)
+        return text, ids
 
     def _run(self, answers: list[Answer], use_tqdm: bool) -> list[RequestOutput]:
         engine = self.engine

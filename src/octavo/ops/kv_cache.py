@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros; on a CPU from calloc, so that gigabytes cost neither time nor memory until their blocks are used."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 @dataclass
@@ -47,8 +57,7 @@ class KVCache:
             v_shape: tuple[int, ...] = (num_blocks, num_kv_heads, block_size // 2, head_dim, 2)
         else:
             k_shape = v_shape = (num_blocks, num_kv_heads, block_size, head_dim)
-        k = torch.zeros(k_shape, dtype=dtype, device=device)
-        return cls(k, torch.zeros(v_shape, dtype=dtype, device=device), interleaved)
+        return cls(_zeros(k_shape, dtype, device), _zeros(v_shape, dtype, device), interleaved)
 
     @property
     def num_blocks(self) -> int:
