@@ -89,7 +89,7 @@ def verdict_lines(highest: dict[str, Any] | None) -> list[str]:
     if not highest:
         return []
     lines: list[str] = []
-    for key, unit in (("rate", "requests/s"), ("streams", "streams")):
+    for key, unit in (("rate", "requests/s"), ("streams", "streams at once")):
         if key in highest:
             tried = highest[f"{key}_tried_up_to"]
             if highest[key] is None:

@@ -144,20 +144,23 @@ def charts(report: dict[str, Any]) -> list[tuple[str, Chart]]:
 
 
 def _against_load(runs: list[dict[str, Any]], limits: dict[str, float]) -> list[tuple[str, Chart]]:
-    by_streams = all(r["profile"] == "concurrent" for r in runs)
-    key, label = ("streams", "streams") if by_streams else ("requests_per_second", "requests served a second")
-    ordered = sorted((r for r in runs if r["profile"] != "throughput" or len(runs) < 3), key=lambda r: r[key])
+    if all(r["profile"] == "concurrent" for r in runs):
+        label, placed = "streams", [(r["streams"], r) for r in runs]
+    else:  # what was offered; a closed loop offers what is served, and the throughput run no rate at all
+        label = "requests offered a second"
+        placed = [(r["rate"] or r["requests_per_second"], r) for r in runs if r["profile"] != "throughput"]
+    placed.sort(key=lambda pair: pair[0])
     charts_found: list[tuple[str, Chart]] = []
     for metric, title in TITLES.items():
         lines = [
-            Series(q, [(r[key], r["metrics"][metric][q]) for r in ordered], colour=i)
+            Series(q, [(x, r["metrics"][metric][q]) for x, r in placed], colour=i)
             for i, q in enumerate(("p50", "p95", "p99"))
         ]
         limit = (limits[metric], f"objective {limits[metric]:g} ms") if metric in limits else None
         values = [y for line in lines for _, y in line.points if y]
         is_log = bool(values) and max(values) > 30 * min(values)
         charts_found.append((f"{title} against load", Chart(title, label, "ms", lines, is_log_y=is_log, limit=limit)))
-    output = [Series("output tokens/s", [(r[key], r["output_tokens_per_second"]) for r in ordered])]
+    output = [Series("output tokens/s", [(x, r["output_tokens_per_second"]) for x, r in placed])]
     charts_found.append(("Output against load", Chart("Output", label, "tokens a second", output)))
     return charts_found
 

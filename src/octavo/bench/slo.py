@@ -136,7 +136,7 @@ def highest_holding(runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     found: dict[str, Any] = {}
     for key, kinds in (("rate", ("constant", "poisson", "replay")), ("streams", ("synchronous", "concurrent"))):
         chosen = sorted((r for r in judged if r["profile"] in kinds), key=lambda r: r[key])
-        if chosen:
+        if chosen and not (key == "streams" and "rate" in found and len(chosen) == 1):  # a sweep's floor is no capacity
             best = None
             for run in chosen:
                 if not run["slo"]["met"]:

@@ -9,6 +9,7 @@ from html import escape
 
 WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 14, 62
+LEGEND_ROW = 16
 NUM_COLOURS = 6
 
 
@@ -47,11 +48,11 @@ class Chart:
         x_axis = _Axis(xs, self.is_log_x, LEFT, WIDTH - RIGHT)
         y_axis = _Axis(ys, self.is_log_y, HEIGHT - BOTTOM, TOP)
         parts = [
-            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">',
+            f'<svg viewBox="0 0 {WIDTH} {self._height()}" role="img" aria-label="{escape(self.title)}">',
             *self._grid(x_axis, y_axis),
             *self._rules(x_axis, y_axis),
             *(element for s in drawn for element in _draw(s, x_axis, y_axis)),
-            *self._legend(),
+            *self._draw_legend(),
             "</svg>",
         ]
         return "".join(parts)
@@ -103,18 +104,33 @@ class Chart:
             )
         return parts
 
-    def _legend(self) -> list[str]:
+    def _legend_places(self) -> list[tuple[float, int]]:
+        """Where each name of the legend goes, in rows; none for a single series."""
         if len(self.series) < 2:
             return []
-        parts, x, y = [], float(LEFT), HEIGHT - 8
+        places: list[tuple[float, int]] = []
+        x, row = float(LEFT), 0
         for series in self.series:
+            width = 32 + 6.4 * len(series.name)
+            if x > LEFT and x + width > WIDTH:
+                x, row = float(LEFT), row + 1
+            places.append((x, row))
+            x += width
+        return places
+
+    def _height(self) -> int:
+        return HEIGHT + LEGEND_ROW * max((row for _, row in self._legend_places()), default=0)
+
+    def _draw_legend(self) -> list[str]:
+        parts: list[str] = []
+        for series, (x, row) in zip(self.series, self._legend_places(), strict=False):
+            y = HEIGHT - 8 + LEGEND_ROW * row
             dash = " dashed" if series.is_dashed else ""
             colour = f"c{series.colour % NUM_COLOURS}"
             parts.append(
                 f'<line class="line {colour}{dash}" x1="{x:.0f}" x2="{x + 14:.0f}" y1="{y - 4}" y2="{y - 4}"/>'
                 f'<text class="tick" x="{x + 18:.0f}" y="{y}">{escape(series.name)}</text>'
             )
-            x += 30 + 6.3 * len(series.name)
         return parts
 
 
@@ -131,7 +147,7 @@ class _Axis:
         else:
             top = max(values)
             self.low, self.high = 0.0, top * 1.05 if top > 0 else 1.0
-            step = _round_step(self.high / 5)
+            step = _round_step(self.high / 7)
             self.ticks = [i * step for i in range(int(self.high / step) + 1)]
 
     def place(self, value: float) -> float:

@@ -1,0 +1,1 @@
+"""How good a model's answers are: perplexity on a text."""
