@@ -59,8 +59,12 @@ class KVMemory:
             elif not item.is_void:
                 self._write(item, self._inputs(item, truth))
             else:  # the device does not know that the results are void: from right KV it makes right KV
-                is_right = not self._wrong_reads(item, truth, item.start)
-                self._write(item, truth.contents[item.start : item.start + item.num_tokens] if is_right else [])
+                self._write(item, truth.contents[item.start : item.start + item.num_tokens])
+        void = [item for item in step.requests if item.is_void and not has_failed]
+        while wrong_items := [item for item in void if self._wrong_reads(item, truths[item.request], item.start)]:
+            for item in wrong_items:  # and from garbage it makes garbage, which others of the step may read in turn
+                self._write(item, [])
+                void.remove(item)
         for item in step.requests:
             if not has_failed and not item.is_void:
                 wrong = self._wrong_reads(item, truths[item.request], item.start + item.num_tokens - item.num_drafts)
