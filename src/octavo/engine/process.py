@@ -29,7 +29,7 @@ def main() -> int:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     config = decode_config(sys.stdin.buffer.readline())
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    socket = zmq.Context.instance().socket(zmq.PAIR)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.set_hwm(0)
     socket.connect(sys.argv[1])
     try:
