@@ -75,10 +75,7 @@ class CompressedReader:
             raise CheckpointError(
                 f"{module}.weight_packed has shape {list(packed.shape)}, but {module}.weight_shape says {shape}"
             )
-        try:
-            codes = unpack_codes(packed, group.scheme.num_bits, shape[1])
-        except CheckpointError as error:
-            raise CheckpointError(f"{module}.weight_packed {list(packed.shape)}: {error}") from error
+        codes = _unpacked(f"{module}.weight_packed", packed, group.scheme.num_bits, shape[1])
         return self._build(module, group.scheme, codes)
 
     def _build(self, module: str, scheme: WeightScheme, codes: Tensor) -> QuantizedWeight | Tensor:
@@ -117,12 +114,19 @@ class CompressedReader:
         if zero.dtype == torch.int32 and self._source.has_stored(f"{module}.weight_packed"):
             if zero.dim() != 2 or zero.shape[1] != groups:
                 raise CheckpointError(f"{name} has shape {list(zero.shape)}; its second dimension must be {groups}")
-            return unpack_codes(zero.T.contiguous(), scheme.num_bits, rows).T
+            return _unpacked(name, zero.T.contiguous(), scheme.num_bits, rows).T
         if zero.numel() == 1:
             return zero.reshape(1, 1).expand(rows, groups)
         if zero.numel() != rows * groups:
             raise CheckpointError(f"{name} has shape {list(zero.shape)}; it must be [{rows}, {groups}]")
         return zero.reshape(rows, groups)
+
+
+def _unpacked(name: str, packed: Tensor, bits: int, columns: int) -> Tensor:
+    try:
+        return unpack_codes(packed, bits, columns)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name} of shape {list(packed.shape)} does not fit: {error}") from error
 
 
 def from_signed_codes(
