@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -47,6 +48,7 @@ class WeightPlan:
                 converter = self._pending.setdefault(target, deepcopy(by_pattern[pattern]))
                 converter.add_tensor(target, name, pattern, partial(source.checkpoint.tensor, name))
         self._targets = self._pending_targets(wanted)
+        self._aliases = _shared_names(model)
 
     def _pending_targets(self, wanted: dict[str, Tensor]) -> dict[str, str]:
         """Parameter -> the pending conversion that makes it; one conversion may make several parameters."""
@@ -60,13 +62,18 @@ class WeightPlan:
     def __contains__(self, name: str) -> bool:
         return name in self.direct or name in self._targets or name in self.converted
 
+    def _known_name(self, name: str) -> str:
+        """`name`, or the name of the parameter that is tied to it and that the checkpoint has."""
+        return next((other for other in (name, *self._aliases.get(name, ())) if other in self), name)
+
     def module_key(self, name: str) -> str | None:
         """The checkpoint's module whose unconverted `.weight` is the parameter `name`, if there is one."""
-        key = self.direct.get(name)
+        key = self.direct.get(self._known_name(name))
         return key.removesuffix(".weight") if key is not None and key.endswith(".weight") else None
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The parameter `name`, dense, of the wanted shape."""
+        name = self._known_name(name)
         if name in self._targets and name not in self.converted:
             self._convert(self._targets[name])
         if name in self.converted:
@@ -83,6 +90,14 @@ class WeightPlan:
         made = self._pending.pop(first).convert(first, model=self.model, config=self.model.config)
         self.converted |= {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
         self._targets = {name: other for name, other in self._targets.items() if other != first}
+
+
+def _shared_names(model: nn.Module) -> dict[str, list[str]]:
+    """For a parameter that several modules share, its other names."""
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return {name: group for group in names.values() if len(group) > 1 for name in group}
 
 
 def load_weights(model: Any, plan: WeightPlan) -> None:
@@ -110,7 +125,7 @@ def _tie_output(model: Any, plan: WeightPlan) -> tuple[nn.Module, ...]:
     paths = {id(module): path for path, module in model.named_modules()}
     source, path = plan.source, paths[id(embedding)]
     shape = tuple(embedding.weight.shape)
-    key = plan.module_key(f"{path}.weight") or plan.module_key(f"{paths[id(output)]}.weight")
+    key = plan.module_key(f"{path}.weight")
     weight = source.embedding(key, shape) if key is not None else plan.tensor(f"{path}.weight", shape)
     packed = ops.pack_weight(weight, source.dtype, source.device)
     bias = None if getattr(output, "bias", None) is None else plan.tensor(f"{paths[id(output)]}.bias", (shape[0],))
