@@ -73,7 +73,7 @@ class ResponseReader:
                 return b""
             self._parse_head(head)
             self._buffer = rest
-            if self.status >= 200:  # 1xx answers come before the real one
+            if self.status >= 200:
                 break
         self._buffer = b""
         return rest
@@ -84,6 +84,8 @@ class ResponseReader:
         if len(parts) < 2 or not parts[0].startswith("HTTP/1.") or not parts[1].isdigit():
             raise RequestError("protocol", f"not an HTTP/1 status line: {lines[0][:80]!r}")
         self.status = int(parts[1])
+        if self.status < 200:
+            return  # interim: it has no body, and the real head follows
         self.headers = {}
         for line in lines[1:]:
             name, _, value = line.partition(":")

@@ -17,8 +17,8 @@ class PerplexityConfig:
     model: str = setting(help="Directory, .gguf file, Hub id or demo.", positional=True)
     dataset: str | None = setting(
         None,
-        "wikitext (WikiText-2 raw, from the Hub), builtin (held-out part of Python's own documentation, no download), or "
-        "a Hub data set with a text column.",
+        "wikitext (WikiText-2 raw, from the Hub), builtin (held-out part of Python's own documentation, no download), "
+        "or a Hub data set with a text column.",
     )
     file: str | None = setting(None, "Text file (UTF-8) to measure on, instead of --dataset.")
     dataset_config: str | None = setting(None, "Configuration of a Hub data set.")
