@@ -69,7 +69,7 @@ class SchedulerMachine:
         self.steps: deque[Step] = deque()
         self.content_of_key: dict[bytes, list[int]] = {}
         self.num_added = self.num_ended = 0
-        self.last_hits = 0
+        self.num_queries = self.num_hits = 0  # prompt tokens looked up in the prefix cache, and found
         self.first_in_line: tuple[Request | None, int] = (None, 0)
 
     # -- events --------------------------------------------------------------------------------------------------
@@ -94,14 +94,13 @@ class SchedulerMachine:
         self._end_early(choice, "stop")
 
     def schedule(self) -> bool:
-        queue_before = len(self.scheduler.states.waiting)
         step = self.scheduler.schedule()
         if step is None:
             can_wait = bool(self.steps) or not self._unfinished()
             assert can_wait, "work is left, nothing is in flight, and yet nothing is scheduled"
             return False
         self.steps.append(step)
-        self._check_step(step, queue_before)
+        self._check_step(step)
         self._register_keys(step)
         return True
 
@@ -243,7 +242,7 @@ class SchedulerMachine:
 
     # -- checks --------------------------------------------------------------------------------------------------
 
-    def _check_step(self, step: Step, queue_before: int) -> None:
+    def _check_step(self, step: Step) -> None:
         items, shape = step.requests, self.shape
         assert step.num_tokens == sum(item.num_tokens for item in items) <= shape.max_num_batched_tokens
         assert 1 <= len(items) == len({item.request for item in items}) <= shape.max_num_seqs
@@ -255,10 +254,9 @@ class SchedulerMachine:
         self._check_prefill_cap(step)
         stats = self.scheduler.stats()
         assert stats.running <= shape.max_num_seqs
-        assert stats.prefix_hits <= stats.prefix_queries
-        assert stats.prefix_hits - self.last_hits <= stats.prefix_queries
         assert stats.running + stats.waiting == len(self._unfinished())
-        self.last_hits = stats.prefix_hits
+        assert (stats.prefix_queries, stats.prefix_hits) == (self.num_queries, self.num_hits)
+        assert stats.steps_in_flight == len(self.steps)
 
     def _check_item(self, item: ScheduledRequest, step: Step, published: set[int]) -> None:
         request, size = item.request, self.shape.block_size
@@ -274,6 +272,10 @@ class SchedulerMachine:
             assert item.start <= len(truth.tokens) - 1, "the last token was matched"
             assert request.params.prompt_logprobs is None or item.start == 0, "prompt logprobs are skipped by a hit"
             assert self.shape.caching or item.start == 0
+            if not request.num_preemptions and self.shape.caching and request.params.prompt_logprobs is None:
+                assert request.num_cached_tokens == item.start
+                self.num_queries += request.num_prompt_tokens
+                self.num_hits += item.start
         for table in item.block_ids:
             for index in range(item.start // size, (item.start + item.num_tokens - 1) // size + 1):
                 block = self.pool.blocks[table[index]]

@@ -13,6 +13,8 @@ import hashlib
 import struct
 from collections.abc import Iterable, Sequence
 
+from octavo.errors import UserError
+
 NULL_BLOCK = 0
 """Stands in tables for blocks that left the window; never read, written, freed or cached."""
 
@@ -42,9 +44,16 @@ class Block:
 
 
 class BlockPool:
-    """Owns all blocks. Ids run from 1 to `num_blocks - 1`; 0 is the null block."""
+    """Owns all blocks. Ids run from 1 to `num_blocks - 1`; 0 is the null block.
+
+    `cached[group]` maps the key of a full block to the block of that cache group that holds its content.
+    """
 
     def __init__(self, num_blocks: int, enable_caching: bool = True, num_groups: int = 1) -> None:
+        if num_blocks < 2:
+            raise UserError(
+                f"the KV cache has {num_blocks} blocks; it needs at least 2 (one is never used): give it more memory"
+            )
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
@@ -63,7 +72,7 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """Share of the blocks that requests hold, 0 to 1; cached but unreferenced blocks count as free."""
-        return 1.0 - self.num_free / self.num_usable if self.num_usable else 0.0
+        return 1.0 - self.num_free / self.num_usable
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, least recently used first, and evict what they had cached. The caller checked room."""
@@ -96,15 +105,11 @@ class BlockPool:
             if block.ref_count == 0:
                 self._push(block, at_front=block.key is None)
 
-    def lookup(self, group: int, key: bytes) -> Block | None:
-        """The block of `group` that holds the content named by `key`, if it is still there."""
-        return self.cached[group].get(key)
-
     def publish(self, group: int, key: bytes, block_id: int) -> Block | None:
         """Make a full block findable. None if another block has the same content already, which then stays the one."""
         block = self.blocks[block_id]
         cached = self.cached[group]
-        if key in cached or block.key is not None:
+        if key in cached or block.key is not None or not self.enable_caching:
             return None
         block.key, block.group = key, group
         cached[key] = block

@@ -72,8 +72,7 @@ class Scheduler:
             )
         wanted = request.params.max_tokens
         max_length = limit if wanted is None else min(limit, prompt + wanted)
-        in_flight = self.config.max_num_batched_tokens * self.config.max_steps_in_flight
-        need, usable = self.cache.max_blocks(max_length - 1, in_flight), self.cache.pool.num_usable
+        need, usable = self.blocks_for(max_length), self.cache.pool.num_usable
         if need > usable:
             size = self.config.block_size
             raise CapacityError(
@@ -82,6 +81,11 @@ class Scheduler:
                 param="max_tokens",
             )
         return max_length
+
+    def blocks_for(self, length: int) -> int:
+        """Blocks that a request of `length` tokens, prompt and output, may hold at once (the last takes no slot)."""
+        in_flight = self.config.max_num_batched_tokens * self.config.max_steps_in_flight
+        return self.cache.max_blocks(length - 1, in_flight)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now; tokens still in flight are dropped. None if it has ended already (not an error)."""
