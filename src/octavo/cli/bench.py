@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
   octavo bench --target http://127.0.0.1:8000 --profile synchronous --max-requests 10 \\
       --data "prompt_tokens=32,output_tokens=16,samples=32" --output-dir out
-  octavo bench --target http://127.0.0.1:8000 --profile poisson --rate 1,2,4 --max-seconds 60 --slo chat --output-dir out
+  octavo bench --target http://127.0.0.1:8000 --profile poisson --rate 1,2,4 --slo chat --output-dir out
 """
 
 
@@ -26,4 +26,4 @@ def settings() -> tuple[type, ...]:
 def run(config: BenchConfig) -> int:
     from octavo.bench.run import run as bench
 
-    return int(bench(config) or 0)
+    return bench(config).exit_code

@@ -1,4 +1,7 @@
-"""Talk to a server, or to a model loaded on the spot. An empty line or Ctrl-D ends it; /clear forgets the conversation."""
+"""Talk to a server, or to a model loaded on the spot.
+
+An empty line or Ctrl-D ends the conversation; /clear forgets it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+from octavo.cli.chat_client import ChatClient
+from octavo.decide.server_process import ServerProcess
 from octavo.settings import setting
 from octavo.settings_parser import UsageError
 
@@ -41,9 +46,6 @@ def settings() -> tuple[type, ...]:
 
 
 def run(s: ChatSettings) -> int:
-    from octavo.cli.chat_client import ChatClient
-    from octavo.decide.server_process import ServerProcess
-
     if s.model is not None:
         print(f"loading {s.model} ...", file=sys.stderr)
     with ServerProcess(s.model) if s.model is not None else nullcontext() as server:
@@ -57,10 +59,7 @@ def run(s: ChatSettings) -> int:
     return 0
 
 
-def _converse(client: object, start: list[dict[str, str]]) -> None:
-    from octavo.cli.chat_client import ChatClient
-
-    assert isinstance(client, ChatClient)
+def _converse(client: ChatClient, start: list[dict[str, str]]) -> None:
     messages = list(start)
     while True:
         try:

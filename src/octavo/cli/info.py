@@ -36,7 +36,7 @@ def run(s: InfoSettings) -> int:
         rows = [dict(zip(names, row, strict=True)) for row in kernels]
         print_json({"versions": versions, "devices": devices, "kernels": rows})
         return 0
-    print_table("Versions", ("package", "version"), [(k, v) for k, v in versions.items()])
+    print_table("Versions", ("package", "version"), list(versions.items()))
     print_table("Devices", ("what", "value"), [(k, str(v)) for k, v in devices.items()])
     rows = [(str(op), str(name), "runs" if chosen else "", str(reason)) for op, name, chosen, reason in kernels]
     print_table("Kernels", ("operation", "candidate", "", "why"), rows)

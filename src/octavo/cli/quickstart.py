@@ -1,6 +1,6 @@
 """Run the whole loop on the demo model: compress, serve, load, evaluate, decide.
 
-Takes under five minutes on two cores. Everything it prints is measured in this run; report.html and report.json hold it.
+Takes some minutes on two cores. Everything it prints is measured in this run, and report.html and report.json hold it.
 """
 
 from __future__ import annotations

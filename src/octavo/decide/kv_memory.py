@@ -35,7 +35,7 @@ class KVMemory:
 def kv_memory_at_peak(
     samples: list[dict[str, float]], num_blocks: int, block_size: int, bytes_per_token: int, max_model_len: int
 ) -> KVMemory:
-    """From samples of `kv_cache_usage_perc` (a share of the blocks) and `num_requests_running` taken during a load.
+    """From samples of `kv_cache_usage_perc` (a share of `num_blocks`) and `num_requests_running` taken during a load.
 
     OctavoError when no sample saw a request: then the load was too short to be watched.
     """

@@ -32,10 +32,8 @@ def stacked_bars(bars: Sequence[tuple[str, dict[str, float]]], unit: str, width:
         body.append(_text(left - 8, y + height / 2 + 4, label, "end"))
         x = float(left)
         for name, value in parts.items():
-            title = f"<title>{escape(name)}: {value:,.1f} {unit}</title>"
-            body.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{value * scale:.1f}" height="{height}" fill="{color[name]}">{title}</rect>'
-            )
+            shape = f'x="{x:.1f}" y="{y}" width="{value * scale:.1f}" height="{height}" fill="{color[name]}"'
+            body.append(f"<rect {shape}><title>{escape(name)}: {value:,.1f} {unit}</title></rect>")
             if value * scale > 44:
                 body.append(_text(x + value * scale / 2, y + height / 2 + 4, f"{value:,.1f}", "middle", "inbar"))
             x += value * scale
@@ -85,9 +83,8 @@ def interval_plot(rows: Sequence[tuple[str, float, float, float]], x_label: str,
     for i, (label, value, start, end) in enumerate(rows):
         y, color = 24 + i * step, COLORS[i % len(COLORS)]
         body.append(_text(left - 8, y + 4, label, "end"))
-        body.append(
-            f'<line x1="{axis.at(start):.1f}" x2="{axis.at(end):.1f}" y1="{y}" y2="{y}" stroke="{color}" stroke-width="3"/>'
-        )
+        ends = f'x1="{axis.at(start):.1f}" x2="{axis.at(end):.1f}" y1="{y}" y2="{y}"'
+        body.append(f'<line {ends} stroke="{color}" stroke-width="3"/>')
         body.append(f'<circle cx="{axis.at(value):.1f}" cy="{y}" r="5" fill="{color}"/>')
         body.append(_text(axis.at(end) + 8, y + 4, f"{value:.2f}", "start", "strong"))
     height = 24 + len(rows) * step

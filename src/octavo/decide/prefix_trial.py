@@ -27,6 +27,7 @@ QUESTIONS = (
 )
 SYSTEM_CHARACTERS = 1600
 ANSWER_TOKENS = 24
+PATIENCE_SECONDS = 300.0
 COUNTERS = ("prefix_cache_queries_total", "prefix_cache_hits_total", "prompt_tokens_total", "generation_tokens_total")
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
@@ -93,9 +94,12 @@ def _counters(url: str) -> dict[str, float]:
 
 
 async def _ask_all(url: str, model: str, systems: list[str]) -> list[Answer]:
-    async with httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(10.0, read=120.0)) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(10.0, read=PATIENCE_SECONDS)) as client:
         pairs = zip(systems, QUESTIONS, strict=True)
-        return list(await asyncio.gather(*(_ask(client, model, system, question) for system, question in pairs)))
+        try:
+            return list(await asyncio.gather(*(_ask(client, model, system, question) for system, question in pairs)))
+        except httpx.HTTPError as error:
+            raise OctavoError(f"a question to {url} failed: {type(error).__name__} {error}") from error
 
 
 async def _ask(client: httpx.AsyncClient, model: str, system: str, question: str) -> Answer:

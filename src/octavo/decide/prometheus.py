@@ -16,10 +16,11 @@ from octavo.errors import OctavoError
 
 
 def read_metrics(url: str, client: httpx.Client | None = None) -> dict[str, float]:
-    """One look at the server's metrics: name without prefix -> value, summed over label sets."""
+    """One look at the server's metrics: name without `vllm:` -> value, summed over label sets."""
     answer = (client or httpx).get(f"{url}/metrics", timeout=5.0)
     answer.raise_for_status()
-    return parse_prometheus(answer.text)
+    # the same metrics are there once more without the prefix, under the names that older texts use
+    return parse_prometheus("\n".join(line for line in answer.text.splitlines() if line.startswith("vllm:")))
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,16 @@ class ServerProcess:
     also ends it when this process is killed. Its output goes to `log` (a temporary file when none is given).
     """
 
-    def __init__(self, model: str, flags: Sequence[str] = (), log: Path | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        flags: Sequence[str] = (),
+        log: Path | None = None,
+        program: Sequence[str] = (sys.executable, "-m", "octavo", "serve"),
+    ) -> None:
         self._port = _free_port()
         self.url = f"http://127.0.0.1:{self._port}"
-        self.command = ["octavo", "serve", model, *flags]
-        self._argv = [sys.executable, "-m", "octavo", "serve", model, "--port", str(self._port), *flags]
+        self._argv = [*program, model, "--port", str(self._port), *flags]
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         self.start_seconds = 0.0
