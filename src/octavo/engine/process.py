@@ -77,7 +77,7 @@ def _add(engine: Engine, item: EngineRequest) -> EngineOutput | None:
 
 
 def _die_with_parent() -> None:
-    while sys.stdin.buffer.read(1):
+    while os.read(0, 1):  # not sys.stdin, whose lock this thread would hold when the interpreter ends
         pass
     os._exit(1)
 
