@@ -97,8 +97,7 @@ def assert_close_everywhere(model: Any, reference: Any, tolerance: float) -> Non
 def test_projections_in_one_format_are_merged_and_others_kept_apart(tmp_path: Path) -> None:
     compress(save_random(LlamaConfig(**SIZES), tmp_path, std=0.15), tmp_path, W4A16)
     model = load(tmp_path)
-    layers = [model.get_submodule(f"layers.{index}.attention.qkv") for index in range(2)]
-    assert all(isinstance(layer, Linear) for layer in layers)
+    layers = [layer.attention.qkv for layer in model.layers]
     assert [len(layer.packed) for layer in layers] == [1, 3]
     dense = Linear([torch.zeros(8, 64), torch.zeros(4, 64)], None, torch.float32)
     assert [packed.shape for packed in dense.packed] == [(12, 64)]

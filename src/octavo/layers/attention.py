@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo import ops
+from octavo.layers.layer import Layer
 from octavo.layers.step import StepInputs
 from octavo.ops import KVCache
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """Causal attention of one layer with grouped KV heads, over the pages that the engine bound to it.
 
     `window` counts the tokens that a query may see, itself included. `cache` and `group` (the index of the layer's
@@ -67,11 +68,11 @@ class Attention(nn.Module):
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            eps=eps,
+            q_norm,
+            k_norm,
+            eps,
         )
-        return ops.paged_attention(q, self.cache, meta, self.scale, window=self.window, softcap=self.softcap)
+        return ops.paged_attention(q, self.cache, meta, self.scale, self.window, self.softcap)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: StepInputs, sinks: Tensor | None = None) -> Tensor:
         """Stores and attends, for callers that rotate themselves: `q` [T, Hq, D], `k` and `v` [T, Hkv, D] -> [T, Hq D].
@@ -80,9 +81,7 @@ class Attention(nn.Module):
         """
         meta = step.metadata[self.group]
         ops.store_kv(k, v, self.cache, meta)
-        return ops.paged_attention(
-            q, self.cache, meta, self.scale, window=self.window, softcap=self.softcap, sinks=sinks
-        )
+        return ops.paged_attention(q, self.cache, meta, self.scale, self.window, self.softcap, sinks)
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, window={self.window}"

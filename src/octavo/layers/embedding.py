@@ -6,23 +6,19 @@ import torch
 from torch import Tensor, nn
 
 from octavo import ops
-from octavo.checkpoint.quantized import QuantizedWeight
+from octavo.layers.layer import Layer
 from octavo.layers.weights import Weight
 from octavo.ops import PackedWeight
 
 
-class Embedding(nn.Module):
+class Embedding(Layer):
     """Rows of a [vocabulary, hidden] weight: dense, quantized, or packed (shared with the output layer)."""
 
     def __init__(self, weight: Weight | PackedWeight, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = weight.shape
         self.dtype = dtype
-        self.table: Tensor | QuantizedWeight | PackedWeight
-        if isinstance(weight, Tensor):
-            self.register_buffer("table", weight.to(device=device, dtype=dtype))
-        else:
-            self.table = weight
+        self.table = weight.to(device=device, dtype=dtype) if isinstance(weight, Tensor) else weight
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """`input_ids` int64 [T] -> [T, H]."""
@@ -34,15 +30,13 @@ class Embedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
-class OutputLayer(nn.Module):
+class OutputLayer(Layer):
     """Logits [R, vocabulary] in float32 from hidden rows [R, H]."""
-
-    bias: Tensor | None
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None = None) -> None:
         super().__init__()
         self.packed = packed
-        self.register_buffer("bias", bias)
+        self.bias = bias
 
     def forward(self, hidden: Tensor) -> Tensor:
         return ops.linear(hidden, self.packed, self.bias, out_dtype=torch.float32)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo import ops
 from octavo.checkpoint.quantized import QuantizedWeight
+from octavo.layers.layer import Layer
 from octavo.layers.weights import Weight, WeightSource
-from octavo.ops import PackedWeight
 
 
-class Linear(nn.Module):
+class Linear(Layer):
     """`x W^T + b`, with the weight in the layout that serves fastest on its device.
 
     Several parts along the output dimension become one product where their formats agree. Parts in different formats
@@ -24,8 +24,6 @@ class Linear(nn.Module):
         bias: [sum N_i] or None.
     """
 
-    bias: Tensor | None
-
     def __init__(
         self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
@@ -33,7 +31,7 @@ class Linear(nn.Module):
         self.out_features = sum(part.shape[0] for part in parts)
         self.in_features = parts[0].shape[1]
         self.packed = [ops.pack_weight(weight, dtype, device) for weight in merge_parts(parts)]
-        self.register_buffer("bias", bias)
+        self.bias = bias
 
     @classmethod
     def load(
@@ -83,15 +81,3 @@ def _layout(weight: QuantizedWeight) -> tuple[object, ...]:
     """What must agree for parts to share one packed weight."""
     return (weight.scheme, weight.shape[1], weight.scale.shape[1], weight.scale.dtype, weight.offset is None)
 
-
-def packed_bytes(module: nn.Module) -> int:
-    """Bytes of all weights below `module`, a shared one counted once."""
-    seen: dict[int, int] = {}
-    for child in module.modules():
-        for value in vars(child).values():
-            for packed in value if isinstance(value, list) else [value]:
-                if isinstance(packed, PackedWeight):
-                    seen[id(packed)] = packed.num_bytes
-    tensors = {id(tensor): tensor.numel() * tensor.element_size() for tensor in module.parameters()}
-    tensors |= {id(tensor): tensor.numel() * tensor.element_size() for tensor in module.buffers()}
-    return sum(seen.values()) + sum(tensors.values())

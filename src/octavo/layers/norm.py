@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo import ops
+from octavo.layers.layer import Layer
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """`x / sqrt(mean(x^2) + eps) * weight`, computed in float32 (Zhang and Sennrich, 2019).
 
     Called with a residual it first adds `x` to the residual in place and normalizes the sum, which is what a
     pre-norm decoder does between its blocks.
     """
 
-    weight: Tensor
-
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
-        self.register_buffer("weight", weight.contiguous())
+        self.weight = weight.contiguous()
         self.eps = eps
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -31,7 +29,3 @@ class RMSNorm(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, dtype={str(self.weight.dtype).removeprefix('torch.')}"
 
-
-def unit_norm_weight(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The weight of a norm that has none."""
-    return torch.ones(size, dtype=dtype, device=device)

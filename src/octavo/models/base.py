@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from octavo.core.cache_groups import KVCacheSpec
 from octavo.layers.attention import Attention
-from octavo.layers.linear import packed_bytes
+from octavo.layers.layer import weight_bytes
 from octavo.layers.step import StepInputs
 from octavo.ops import KVCache
 
@@ -68,4 +68,4 @@ class CausalLM(nn.Module):
 
     def weight_bytes(self) -> int:
         """Bytes of the weights as they are kept in memory."""
-        return packed_bytes(self)
+        return weight_bytes(self)

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.layers.activation import GATED_ACTIVATIONS, gated_activation
 from octavo.layers.attention import Attention
 from octavo.layers.embedding import embedding_and_output
+from octavo.layers.layer import Block
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import RopeConfig, cos_sin_table
@@ -88,11 +89,10 @@ def _required(config: dict[str, Any], key: str) -> int:
     return value
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Block):
     """One block: norm, attention, norm, feed-forward, with the residual carried beside."""
 
     def __init__(self, index: int, config: DecoderConfig, source: WeightSource) -> None:
-        super().__init__()
         prefix = f"model.layers.{index}"
         self.residual_multiplier = config.residual_multiplier
         self.input_norm = load_norm(source, f"{prefix}.input_layernorm", config.hidden_size, config.eps)
@@ -100,7 +100,9 @@ class DecoderLayer(nn.Module):
         self.post_norm = load_norm(source, f"{prefix}.post_attention_layernorm", config.hidden_size, config.eps)
         self.mlp = GatedMLP(config, source, f"{prefix}.mlp")
 
-    def forward(self, x: Tensor, residual: Tensor | None, positions: Tensor, cos_sin: Tensor, step: StepInputs) -> Any:
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, cos_sin: Tensor, step: StepInputs
+    ) -> tuple[Tensor, Tensor]:
         """`x` [T, H] is what the block before added; returns this block's own and the residual without it."""
         if residual is None:
             residual = x
@@ -115,14 +117,10 @@ class DecoderLayer(nn.Module):
         return x if self.residual_multiplier == 1.0 else x * self.residual_multiplier
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Block):
     """Merged q, k, v projection, attention over the pages, output projection."""
 
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-
     def __init__(self, index: int, config: DecoderConfig, source: WeightSource, prefix: str) -> None:
-        super().__init__()
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         names = [f"{prefix}.{part}_proj" for part in "qkv"]
         self.qkv = Linear.load(source, names, config.hidden_size, [q_size, kv_size, kv_size], config.qkv_bias)
@@ -132,27 +130,27 @@ class SelfAttention(nn.Module):
             index, config.num_heads, config.num_kv_heads, config.head_dim, scale, config.windows[index]
         )
         self.eps = config.eps
-        for part in "qk":
-            weight = source.tensor(f"{prefix}.{part}_norm.weight", (config.head_dim,)) if config.qk_norm else None
-            self.register_buffer(f"{part}_norm", weight)
+        norms = [f"{prefix}.{part}_norm.weight" for part in "qk"]
+        self.q_norm, self.k_norm = (
+            source.tensor(name, (config.head_dim,)) if config.qk_norm else None for name in norms
+        )
 
-    def forward(self, x: Tensor, positions: Tensor, cos_sin: Tensor, step: StepInputs) -> Tensor:
+    def __call__(self, x: Tensor, positions: Tensor, cos_sin: Tensor, step: StepInputs) -> Tensor:
         attended = self.attend(self.qkv(x), positions, cos_sin, step, self.q_norm, self.k_norm, self.eps)
         return self.output(attended)
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Block):
     """`down(activation(gate(x)) * up(x))` with gate and up in one product."""
 
     def __init__(self, config: DecoderConfig, source: WeightSource, prefix: str) -> None:
-        super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
         self.gate_up = Linear.load(source, names, hidden, [inner, inner], bias)
         self.down = Linear.load(source, [f"{prefix}.down_proj"], inner, [hidden], bias)
         self.activation = gated_activation(config.activation)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.gate_up(x)))
 
 
@@ -165,8 +163,6 @@ class DecoderLM(CausalLM):
         max_position: length of the rotary table, when less than the model's own maximum is served.
     """
 
-    cos_sin: Tensor
-
     def __init__(self, config: DecoderConfig, source: WeightSource, max_position: int | None = None) -> None:
         super().__init__()
         self.config = config
@@ -177,9 +173,9 @@ class DecoderLM(CausalLM):
         embedding = source.embedding("model.embed_tokens", shape)
         output = None if config.tie_embeddings else source.embedding("lm_head", shape)
         self.embedding, self.output = embedding_and_output(embedding, output, source.dtype, source.device)
-        self.layers = nn.ModuleList(DecoderLayer(index, config, source) for index in range(config.num_layers))
+        self.layers = [DecoderLayer(index, config, source) for index in range(config.num_layers)]
         self.norm = load_norm(source, "model.norm", config.hidden_size, config.eps)
-        self.register_buffer("cos_sin", cos_sin_table(config.rope, self.max_position, source.device), persistent=False)
+        self.cos_sin = cos_sin_table(config.rope, self.max_position, source.device)
 
     @property
     def dtype(self) -> torch.dtype:

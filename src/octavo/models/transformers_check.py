@@ -126,6 +126,8 @@ def model_class(architecture: str, config: Any) -> type:
 def check_class(architecture: str, cls: Any, config: Any) -> None:
     """Refuses what the class and its configuration already rule out."""
     text = config.get_text_config()
+    if getattr(text, "is_heterogeneous", False):
+        raise refusal(architecture, "its layers are configured one by one")
     source = inspect.getsource(sys.modules[cls.__module__])
     reasons = [
         (getattr(config, "is_encoder_decoder", False), "it is an encoder-decoder"),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.errors import CheckpointError
 from octavo.layers.attention import Attention
 from octavo.layers.step import StepInputs
 from octavo.layers.weights import WeightSource
@@ -166,8 +167,11 @@ def _probe(architecture: str, cls: Any, config: Any, max_position: int) -> tuple
     """The attention layers by module path and the size of a hidden row, from a dry run on a copy without weights."""
     config = copy.deepcopy(config)
     config._experts_implementation = "batched_mm"  # the others look at values, which the meta device has not
-    with torch.device("meta"):
-        probe = _build(cls, config, torch.float32).eval()
+    try:
+        with torch.device("meta"):
+            probe = _build(cls, config, torch.float32).eval()
+    except Exception as error:
+        raise CheckpointError(f"no {architecture} can be built from its config.json: {error}") from error
     freeze_rope(probe, max_position)
     recorder = dry_run(architecture, probe.base_model)
     calls = check_calls(architecture, recorder, config)
@@ -182,7 +186,10 @@ def _build_config(architecture: str, content: dict[str, Any]) -> Any:
     if model_type not in CONFIG_MAPPING:
         raise refusal(architecture, f"transformers knows no model_type {model_type!r} (code of a checkpoint is never run)")
     kept = {key: value for key, value in content.items() if key not in ("quantization_config", "auto_map")}
-    return CONFIG_MAPPING[model_type].from_dict(kept)
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(kept)
+    except Exception as error:  # whatever a configuration class makes of values that it does not expect
+        raise CheckpointError(f"config.json of {architecture} is not valid: {error}") from error
 
 
 def _build(cls: Any, config: Any, dtype: torch.dtype) -> Any:
