@@ -90,8 +90,8 @@ class SchedulerMachine:
         self._end_early(choice, "abort")
 
     def stop(self, choice: int) -> None:
-        """As a stop string does, from outside."""
-        self._end_early(choice, "stop")
+        """As a stop string does, from outside; or one request fails alone."""
+        self._end_early(choice // 2, ("stop", "error")[choice % 2])
 
     def schedule(self) -> bool:
         step = self.scheduler.schedule()
@@ -184,7 +184,7 @@ class SchedulerMachine:
         if reason == "abort":
             self.scheduler.abort(request.request_id)
         else:
-            self.scheduler.finish(request.request_id, reason, "text")
+            self.scheduler.finish(request.request_id, reason, "text", "its own")
         assert request.finish_reason == reason
         assert self.scheduler.abort(request.request_id) is None, "an ended request is still known"
         self._forget_ended()

@@ -411,6 +411,15 @@ def test_one_request_can_fail_alone() -> None:
     assert (a.finish_reason, a.error, b.finish_reason) == ("error", "its logits are not finite", None)
 
 
+def test_what_a_failed_request_computed_is_not_found_again() -> None:
+    target = scheduler()
+    target.add(request("a", list(range(9))))
+    run(target)
+    target.finish("a", "error", error="its logits are not finite")
+    target.add(request("b", list(range(9))))
+    assert shape(run(target)) == [("b", 0, 9)]
+
+
 # -- drafts ------------------------------------------------------------------------------------------------------
 
 

@@ -128,6 +128,12 @@ class KVCacheManager:
             request.publish_at = (num_full + 1) * self.block_size
         return published
 
+    def withdraw(self, request: Request) -> None:
+        """Make all blocks of a request unfindable, because their content is not to be trusted."""
+        for table in request.tables:
+            for block_id in table:
+                self.pool.withdraw(self.pool.blocks[block_id])
+
     def release(self, request: Request) -> None:
         """Free all blocks of a request, tail first. Its table objects stay as they are, for steps that hold them."""
         for table in request.tables:

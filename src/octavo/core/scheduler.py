@@ -94,10 +94,15 @@ class Scheduler:
     def finish(
         self, request_id: str, reason: str, stop_reason: int | str | None = None, error: str | None = None
     ) -> Request | None:
-        """End a request from outside: "stop" at a stop string, "abort", or "error". None if it has ended already."""
+        """End a request from outside: "stop" at a stop string, "abort", or "error". None if it has ended already.
+
+        After an error (logits that are not finite, say) its blocks are not found any more, so that it fails alone.
+        """
         request = self.states.requests.get(request_id)
         if request is not None:
             request.stop_reason, request.error = stop_reason, error
+            if reason == "error":
+                self.cache.withdraw(request)
             self.states.finish(request, reason)
         return request
 
