@@ -10,7 +10,7 @@ import sys
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = ["level", "linear"]
+SOURCES = ["level", "linear", "attention", "elementwise"]
 FOLDER = "src/octavo/ops/cpu"
 
 
@@ -33,7 +33,15 @@ class BuildKernels(build_ext):
 def kernels() -> list[Extension]:
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
         return []
-    flags = ["-O3", "-std=c++17", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+    flags = [
+        "-O3",
+        "-std=c++17",
+        "-fopenmp",
+        "-fvisibility=hidden",
+        "-fno-math-errno",
+        "-Wno-uninitialized",
+        "-Wno-maybe-uninitialized",
+    ]
     return [
         Extension(
             "octavo.ops.cpu._kernels",

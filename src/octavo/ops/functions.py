@@ -7,18 +7,33 @@ from torch import Tensor
 
 from octavo.errors import UserError
 from octavo.ops import reference
+from octavo.ops.cpu import functions as cpu_functions
+from octavo.ops.cpu import library as cpu_library
 from octavo.ops.cpu import weights as cpu_weights
 from octavo.ops.dispatch import Candidate, Operation
 from octavo.ops.kv_cache import AttentionMetadata, KVCache
 from octavo.ops.packed_weight import Layout, PackedWeight, QuantizedWeightLike, TorchDense, TorchQuantized
 
-_RMS_NORM = Operation("rms_norm", Candidate("torch", reference.rms_norm))
-_ADD_RMS_NORM = Operation("add_rms_norm", Candidate("torch", reference.add_rms_norm))
-_SILU_MUL = Operation("silu_mul", Candidate("torch", reference.silu_mul))
-_GELU_TANH_MUL = Operation("gelu_tanh_mul", Candidate("torch", reference.gelu_tanh_mul))
-_ROTARY_AND_STORE = Operation("rotary_and_store", Candidate("torch", reference.rotary_and_store))
-_STORE_KV = Operation("store_kv", Candidate("torch", reference.store_kv))
-_PAGED_ATTENTION = Operation("paged_attention", Candidate("torch", reference.paged_attention))
+_BF16 = (torch.bfloat16,)
+
+
+def _operation(name: str, covers: str) -> Operation:
+    """The candidates of an operation, fastest first; `covers` says what the kernel serves beyond its data types."""
+    return Operation(
+        name,
+        Candidate("cpu", getattr(cpu_functions, name), ("cpu",), _BF16, cpu_library.unavailable(), covers),
+        Candidate("torch", getattr(reference, name), note="the reference"),
+    )
+
+
+_RMS_NORM = _operation("rms_norm", "AVX-512")
+_ADD_RMS_NORM = _operation("add_rms_norm", "AVX-512")
+_SILU_MUL = _operation("silu_mul", "AVX-512")
+_GELU_TANH_MUL = _operation("gelu_tanh_mul", "AVX-512")
+_PAGES = "AVX-512; head sizes and block sizes that are multiples of 16, heads up to 512"
+_ROTARY_AND_STORE = _operation("rotary_and_store", _PAGES)
+_STORE_KV = _operation("store_kv", _PAGES)
+_PAGED_ATTENTION = _operation("paged_attention", _PAGES)
 
 OPERATIONS = (_RMS_NORM, _ADD_RMS_NORM, _SILU_MUL, _GELU_TANH_MUL, _ROTARY_AND_STORE, _STORE_KV, _PAGED_ATTENTION)
 

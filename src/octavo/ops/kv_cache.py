@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ class KVCache:
     k: Tensor
     v: Tensor
     interleaved: bool = False
+    descriptor: Any = field(default=None, repr=False, compare=False)  # of a kernel that needs one, made on first use
 
     @classmethod
     def allocate(

@@ -83,6 +83,13 @@ T* scratch(std::vector<T>& buffer, size_t count) {
     return buffer.data();
 }
 
+constexpr int MAX_HEAD_DIM = 512;  // the wrappers in functions.py refuse more, and more than 48 query heads a key head
+
+struct Cache {  // mirrored by octavo.ops.cpu.functions._CacheStruct; the interleaved order of octavo.ops.KVCache
+    bf16 *k, *v;
+    int64_t num_kv_heads, block_size, head_dim;
+};
+
 constexpr int MAX_ROWS = 6;    // rows of a register block: 6 x 4 accumulators, 4 weights and a broadcast fill 29 of 32
 constexpr int MAX_VECTORS = 4;
 

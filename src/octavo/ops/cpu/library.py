@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
 import torch
 
 ABI_VERSION = 1
+MAX_HEAD_DIM = 512  # as in common.h
 DISABLE_VARIABLE = "OCTAVO_DISABLE_CPU_KERNELS"
 
 _SIGNATURES: dict[str, list[type]] = {
     "octavo_linear": [c_void_p, c_void_p, c_int64, c_void_p, c_int32, c_void_p],
     "octavo_rows": [c_void_p, c_void_p, c_int64, c_void_p, c_int32],
+    "octavo_rms_norm": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float],
+    "octavo_add_rms_norm": [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float],
+    "octavo_silu_mul": [c_void_p, c_void_p, c_int64, c_int64],
+    "octavo_gelu_tanh_mul": [c_void_p, c_void_p, c_int64, c_int64],
+    "octavo_rotary_and_store": [*[c_void_p] * 6, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_float, c_int32],
+    "octavo_store_kv": [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64],
+    "octavo_paged_attention": [*[c_void_p] * 6, c_int64, c_int64, c_int64, c_float, c_int64, c_float, c_void_p],
 }
 
 
@@ -56,7 +64,4 @@ def unavailable() -> str | None:
 def prefers_interleaved(device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int) -> bool:
     """Whether the attention kernel that will run reads the interleaved order of `KVCache`."""
     suits = device.type == "cpu" and dtype == torch.bfloat16 and block_size % 16 == 0 and head_dim % 16 == 0
-    return suits and unavailable() is None
-
-
-__all__ = ["ABI_VERSION", "c_double", "c_float", "load", "prefers_interleaved", "unavailable"]
+    return suits and head_dim <= MAX_HEAD_DIM and unavailable() is None

@@ -147,9 +147,7 @@ def _pack_groups(shape: tuple[int, int], weight: QuantizedWeightLike) -> CpuWeig
     kind = INT4 if weight.scheme.num_bits == 4 else INT8
     group = shape[1] // groups
     has_offset = offset is not None
-    return CpuWeight(
-        shape, kind, data, group=group, row_scale=row_scale, has_offset=has_offset, code_base=code_base
-    )
+    return CpuWeight(shape, kind, data, group=group, row_scale=row_scale, has_offset=has_offset, code_base=code_base)
 
 
 def _row_scale(scale: Tensor, offset: Tensor | None) -> Tensor:
