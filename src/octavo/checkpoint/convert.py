@@ -59,8 +59,6 @@ def _config(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
 
 
 def _write_weights(checkpoint: Checkpoint, directory: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
-    for leftover in directory.glob("model-[0-9][0-9][0-9][0-9][0-9].safetensors"):
-        leftover.unlink()  # of a conversion that broke off: another dtype, perhaps another model
     writer = ShardWriter(directory, max_shard_bytes)
     for name in checkpoint.names():
         tensor = checkpoint.tensor(name)

@@ -140,7 +140,7 @@ def architecture_shapes(config: dict[str, Any], path: Path) -> dict[str, tuple[i
         typed = AutoConfig.for_model(**plain)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(typed)
-    except (ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # the classes of transformers check their fields with exceptions of their own
         raise CheckpointError(f"{path}: transformers cannot build {config.get('architectures')} ({error})") from error
     tied = {"lm_head.weight"} if typed.tie_word_embeddings else set()
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}

@@ -82,7 +82,9 @@ def build_backend(path: Path, metadata: dict[str, Any]) -> Any:
             f"{path}: a tokenizer of the kind {kind!r} is not read (gpt2 and llama are); name one with --tokenizer"
         )
     _add_special_tokens(backend, tokens, metadata.get("tokenizer.ggml.token_type") or [])
-    _add_bos_and_eos(backend, metadata, tokens, default_bos=kind == "llama")
+    # llama.cpp's rule for files that do not say, those of Llama 3 among them
+    default_bos = kind == "llama" or metadata.get("tokenizer.ggml.pre") in WHOLE_PIECES_FIRST
+    _add_bos_and_eos(backend, metadata, tokens, default_bos)
     return backend
 
 

@@ -24,11 +24,12 @@ class ShardWriter:
 
     A shard is complete when it is there under its name: it is written beside it and renamed. Shards are
     "model-00001.safetensors" and so on until `close` knows their number; then they become
-    "model-00001-of-0000N.safetensors" with an index, or "model.safetensors" when there is one. A writer opened on the
-    same directory goes on after the shards of one that was not closed: `written` says which tensors it found.
+    "model-00001-of-0000N.safetensors" with an index, or "model.safetensors" when there is one. With `resume`, it goes
+    on after the complete shards of a writer that was not closed (`written` says which tensors they hold); without, it
+    removes them.
     """
 
-    def __init__(self, directory: str | Path, max_shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(self, directory: str | Path, max_shard_bytes: int = SHARD_BYTES, *, resume: bool = False) -> None:
         if max_shard_bytes <= 0:
             raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}; it must be positive")
         self.directory = Path(directory)
@@ -37,7 +38,11 @@ class ShardWriter:
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._shards: list[dict[str, int]] = []  # name -> bytes, by shard
-        self._resume()
+        if resume:
+            self._find_complete_shards()
+        else:
+            for leftover in self.directory.glob("model-[0-9][0-9][0-9][0-9][0-9].safetensors"):
+                leftover.unlink()
 
     @property
     def written(self) -> set[str]:
@@ -91,7 +96,7 @@ class ShardWriter:
             if path.name not in names:
                 path.unlink()
 
-    def _resume(self) -> None:
+    def _find_complete_shards(self) -> None:
         while (path := self.directory / f"model-{len(self._shards) + 1:05d}.safetensors").is_file():
             try:
                 self._shards.append(_tensor_sizes(path))
