@@ -60,6 +60,17 @@ def random_request(rng: random.Random, machine: SchedulerMachine) -> None:
     machine.add(prompt, params, rng.randint(-1, 1), rng.choice((None, None, None, "a", "bb")))
 
 
+def failure_among_twins(rng: random.Random, machine: SchedulerMachine) -> None:
+    """Rare by chance: a request is admitted on the blocks of a step in flight, and then that step fails."""
+    while machine.steps:
+        machine.update([rng.randrange(NUM_TOKENS) for _ in range(4)])
+    prompt = [rng.randrange(NUM_TOKENS) for _ in range(rng.randint(2, machine.shape.max_model_len))]
+    for _ in range(2):
+        machine.add(prompt, sampling(3))
+        machine.schedule()
+    machine.fail(0)
+
+
 def random_event(rng: random.Random, machine: SchedulerMachine) -> None:
     """One event; about half of all are schedule and update."""
     x = rng.random()
@@ -67,11 +78,8 @@ def random_event(rng: random.Random, machine: SchedulerMachine) -> None:
         machine.schedule()
     elif x < 0.74:
         machine.update([rng.randrange(NUM_TOKENS) for _ in range(4)], rng.randint(0, 3))
-    elif x < 0.75:  # rare by chance: a request meets its twin's blocks, and then the twin's step fails
-        machine.schedule()
-        random_request(rng, machine)
-        machine.schedule()
-        machine.fail(0)
+    elif x < 0.75:
+        failure_among_twins(rng, machine)
     elif x < 0.92:
         if len(machine.truths) < 12:
             random_request(rng, machine)
