@@ -155,3 +155,23 @@ def test_main_reads_sys_argv(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["octavo", "--version"])
     assert main() == 0
     assert capsys.readouterr().out.startswith("octavo ")
+
+
+def test_info_names_versions_devices_and_kernels(capsys):
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["torch"] != "not installed"
+    operations = {row["operation"] for row in found["kernels"]}
+    assert {"rms_norm", "paged_attention"} <= operations
+    for operation in operations:  # exactly one candidate serves each operation
+        assert sum(row["chosen"] for row in found["kernels"] if row["operation"] == operation) == 1
+    assert main(["info"]) == 0
+    assert "paged_attention" in capsys.readouterr().out
+
+
+def test_convert_writes_a_checkpoint(tiny_llama, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["convert", str(tiny_llama), "--output-dir", str(out), "--dtype", "float32"]) == 0
+    assert (out / "config.json").is_file()
+    assert str(out) in capsys.readouterr().out
+    assert main(["convert", "no-such-model", "--output-dir", str(out)]) == 1

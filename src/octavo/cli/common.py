@@ -25,8 +25,10 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:
-    """A table of right-aligned columns (the first one left), then the notes, each wrapped to 100 characters."""
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = (), is_text: bool = False
+) -> None:
+    """A table, numbers aligned right (`is_text`: all left), then the notes, each wrapped to 100 characters."""
     import textwrap
 
     from rich import box
@@ -35,7 +37,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right")
+        table.add_column(column, justify="left" if i == 0 or is_text else "right")
     for row in rows:
         table.add_row(*row)
     console = Console(highlight=False)

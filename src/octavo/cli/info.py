@@ -33,13 +33,13 @@ def run(s: InfoSettings) -> int:
     kernels = [list(row) for row in ops.report()]
     if s.json:
         names = ("operation", "candidate", "chosen", "reason")
-        rows = [dict(zip(names, row, strict=True)) for row in kernels]
-        print_json({"versions": versions, "devices": devices, "kernels": rows})
+        listed = [dict(zip(names, row, strict=True)) for row in kernels]
+        print_json({"versions": versions, "devices": devices, "kernels": listed})
         return 0
-    print_table("Versions", ("package", "version"), list(versions.items()))
-    print_table("Devices", ("what", "value"), [(k, str(v)) for k, v in devices.items()])
+    print_table("Versions", ("package", "version"), list(versions.items()), is_text=True)
+    print_table("Devices", ("what", "value"), [(k, str(v)) for k, v in devices.items()], is_text=True)
     rows = [(str(op), str(name), "runs" if chosen else "", str(reason)) for op, name, chosen, reason in kernels]
-    print_table("Kernels", ("operation", "candidate", "", "why"), rows)
+    print_table("Kernels", ("operation", "candidate", "", "why"), rows, is_text=True)
     return 0
 
 

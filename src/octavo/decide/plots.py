@@ -153,7 +153,7 @@ def _legend(entries: Sequence[tuple[str, str]], left: float, y: float, width: fl
     """The legend and how many lines it takes."""
     parts, x, rows = [], float(left), 1
     for name, color in entries:
-        need = 24 + 7.0 * len(name)
+        need = 36 + 7.0 * len(name)
         if x + need > width and x > left:
             x, rows = float(left), rows + 1
         line = y + 22 * (rows - 1)

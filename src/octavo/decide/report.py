@@ -30,7 +30,7 @@ def _plots(result: Result) -> dict[str, Any]:
         "size": stacked_bars(bars, "MB"),
         "perplexity": interval_plot(rows, "perplexity (lower is better), with its 95 % interval"),
         "running": _gauge_plot(result["prefix"], "num_requests_running", "requests running"),
-        "hits": _gauge_plot(result["prefix"], "prefix_cache_hits_total", "prompt tokens found in the cache"),
+        "hits": _gauge_plot(result["prefix"], "prefix_cache_hits_total", "prompt tokens found cached"),
         "ttft": _cdf_plot(result["loads"], "ttft_ms", "time to first token, ms", result["slo"]["limits"]),
         "itl": _cdf_plot(result["loads"], "itl_ms", "gap between two tokens, ms", result["slo"]["limits"]),
         "kv": _kv_bars(result["kv"]),

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 import httpx
 
@@ -86,7 +86,7 @@ class ServerProcess:
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
 
-    def _open_log(self) -> contextlib.AbstractContextManager[object]:
+    def _open_log(self) -> IO[bytes]:
         if self._log is None:
             handle, name = tempfile.mkstemp(prefix="octavo-serve-", suffix=".log")
             self._log = Path(name)

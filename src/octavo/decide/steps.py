@@ -37,7 +37,7 @@ def compare_perplexity(config: QuickstartConfig, before: str, after: str) -> dic
 
     first = _window_scores(before, config.perplexity_windows)
     second = _window_scores(after, config.perplexity_windows)
-    result = {"before": _perplexity(first), "after": _perplexity(second), "rise_ci95": None}
+    result: dict[str, Any] = {"before": _perplexity(first), "after": _perplexity(second), "rise_ci95": None}
     differences = [b - a for a, b in zip(first["nll"], second["nll"], strict=True)]
     interval = mean_interval(differences)
     result["rise_percent"] = 100 * (math.exp(sum(differences) / len(differences)) - 1)
