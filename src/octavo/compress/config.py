@@ -1,0 +1,55 @@
+"""Settings of `octavo compress`. No torch here: the help must come up at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.settings import setting
+
+SCHEMES = (
+    "W4A16", "W4A16_ASYM", "W3A16", "W8A16", "W8A8", "W4A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "MXFP4A16",
+)  # fmt: skip
+OBSERVERS = ("minmax", "mse", "imatrix_mse", "signed", "imatrix_signed")
+
+
+@dataclass
+class CompressConfig:
+    """What to compress, how, and on which text to calibrate. Argument names are LLM Compressor's where it has them."""
+
+    model: str = setting(help="directory, .gguf file, Hugging Face id, or 'demo'", positional=True)
+    output_dir: str = setting(help="folder for the checkpoint and compression_report.json", metavar="DIR")
+    scheme: str | None = setting(
+        None,
+        "quantization scheme; W4A16, W8A16 and W8A8 work so far (default: W4A16 without a recipe)",
+        choices=SCHEMES,
+    )
+    algorithm: str | None = setting(
+        None, "rtn rounds, gptq rounds with compensation (default: gptq without a recipe)", metavar="ALGORITHM"
+    )
+    recipe: str | None = setting(None, "YAML recipe instead of scheme and algorithm", metavar="FILE")
+    dataset: str | None = setting(
+        None,
+        "calibration data set on the Hub, for instance wikitext (default: Python's own documentation)",
+        metavar="NAME",
+    )
+    dataset_config_name: str | None = setting(None, "configuration of the data set", metavar="NAME")
+    splits: str | None = setting(None, "split of the data set, for instance train[:10%]", metavar="SPLIT")
+    calibration_file: str | None = setting(None, "text to calibrate on: .txt, .jsonl, .json or .csv", metavar="FILE")
+    text_column: str = setting("text", "column of the data set or file that holds the text")
+    num_calibration_samples: int = setting(128, "sequences to calibrate on")
+    max_seq_length: int = setting(512, "tokens a calibration sequence")
+    shuffle_calibration_samples: bool = setting(False, "draw the sequences at random instead of taking the first ones")
+    group_size: int | None = setting(
+        None, "inputs that share a scale, -1 for a whole row (default: the scheme's; 128, 64 or 32 where that fits)"
+    )
+    ignore: tuple[str, ...] = setting(
+        ("lm_head",), "layers to leave alone: full names, class names, or re: and a regular expression"
+    )
+    observer: str | None = setting(
+        None, "how scales are chosen (default: imatrix_signed for gptq, signed for rtn)", choices=OBSERVERS
+    )
+    dampening_frac: float = setting(0.01, "gptq: added to the Hessian's diagonal, in units of its mean")
+    block_size: int = setting(128, "gptq: columns that are rounded before the rest is brought up to date")
+    actorder: str = setting("static", "gptq: take columns by importance, or as they are", choices=("static", "none"))
+    seed: int = setting(0, "seed of everything that is drawn at random")
+    resume: bool = setting(False, "go on after the blocks that an interrupted run finished")

@@ -1,0 +1,96 @@
+"""The compressed checkpoint: from finished blocks to files that transformers, vLLM and Octavo load."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from octavo.checkpoint.shards import SHARD_BYTES
+from octavo.checkpoint.writer import (
+    CompressedGroup,
+    ShardWriter,
+    compressed_parameters,
+    compressed_tensors_config,
+    write_json,
+)
+from octavo.compress.assignment import Plan
+from octavo.compress.blocks import Blocks
+from octavo.compress.model_source import ModelSource
+from octavo.compress.modifiers.base import LayerResult
+from octavo.compress.work_folder import WorkFolder
+
+REPORT = "compression_report.json"
+RECIPE = "recipe.yaml"
+
+
+def quantization_config(plan: Plan) -> dict[str, Any]:
+    """config.json's quantization_config for a plan. One scheme is said of all Linear modules, several by full names."""
+    by_scheme: dict[Any, list[str]] = {}
+    for name, assignment in plan.layers.items():
+        by_scheme.setdefault(assignment.scheme, []).append(name)
+    if len(by_scheme) == 1:
+        groups = [CompressedGroup(scheme) for scheme in by_scheme]
+    else:
+        groups = [CompressedGroup(scheme, targets=tuple(names)) for scheme, names in by_scheme.items()]
+    return compressed_tensors_config(groups, ignore=plan.dense)
+
+
+def write_checkpoint(
+    source: ModelSource, blocks: Blocks, plan: Plan, folder: WorkFolder, output_dir: Path
+) -> dict[str, tuple[int, int]]:
+    """Gather the finished blocks and all other tensors into shards; returns (elements, bytes) by tensor name."""
+    writer = ShardWriter(output_dir)
+    sizes: dict[str, tuple[int, int]] = {}
+    for name, tensor in _all_tensors(source, blocks, folder):
+        writer.add(name, tensor)
+        sizes[name] = (tensor.numel(), tensor.numel() * tensor.element_size())
+    writer.close()
+    source.save_files(output_dir)
+    write_json(output_dir / "config.json", source.config_dict() | {"quantization_config": quantization_config(plan)})
+    return sizes
+
+
+def _all_tensors(source: ModelSource, blocks: Blocks, folder: WorkFolder) -> Iterator[tuple[str, Tensor]]:
+    yield from source.stored("", skip=f"{blocks.prefix}.")
+    for index in range(len(blocks.modules)):
+        yield from folder.tensors(index)
+
+
+def attach_save(source: ModelSource, plan: Plan, results: list[LayerResult], recipe: str) -> None:
+    """Make `model.save_pretrained(directory)` write the compressed checkpoint, as it does after LLM Compressor.
+
+    `save_compressed=False` writes the changed weights as they are, unpacked.
+    """
+    original = source.model.save_pretrained
+
+    def save_pretrained(
+        self: Any, save_directory: str | Path, save_compressed: bool = True, max_shard_size: int = SHARD_BYTES
+    ) -> None:
+        if not save_compressed:
+            original(save_directory)
+            return
+        directory = Path(save_directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        writer = ShardWriter(directory, max_shard_size)
+        layers = {result.name: result for result in results}
+        for name, tensor in source.stored(""):
+            layer = layers.get(name.removesuffix(".weight"))
+            if layer is None or not name.endswith(".weight"):
+                writer.add(name, tensor)
+                continue
+            parameters = compressed_parameters(
+                layer.name, layer.codes, layer.scale, layer.scheme, None, layer.scale_dtype
+            )
+            for stored_name, stored in parameters.items():
+                writer.add(stored_name, stored)
+        writer.close()
+        source.save_files(directory)
+        config = source.config_dict() | {"quantization_config": quantization_config(plan)}
+        write_json(directory / "config.json", config)
+        (directory / RECIPE).write_text(recipe, encoding="utf-8")
+
+    source.model.save_pretrained = types.MethodType(save_pretrained, source.model)

@@ -1,0 +1,222 @@
+"""The model that is compressed: a checkpoint that is read block by block, or one that is loaded already."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from octavo.checkpoint.reader import Checkpoint, open_checkpoint
+from octavo.compress.blocks import refuse_unless_chain
+from octavo.errors import CheckpointError, UnsupportedModelError
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class ModelSource(ABC):
+    """A transformers model whose tensors come and go by module.
+
+    `model` is the PreTrainedModel, `name` what the user called it, `dtype` the dtype that unquantized tensors and
+    scales are stored in, `tokenizer` None when there is none.
+    """
+
+    model: Any
+    name: str
+    dtype: torch.dtype
+    tokenizer: Any
+
+    @abstractmethod
+    def config_dict(self) -> dict[str, Any]:
+        """config.json's content, without a quantization_config."""
+
+    @abstractmethod
+    def fill(self, module: nn.Module, prefix: str, skip: str | None = None) -> None:
+        """Give the tensors of `module` (full name `prefix`, "" for the model) their values; `skip` is a prefix."""
+
+    @abstractmethod
+    def release(self, module: nn.Module) -> None:
+        """The tensors of `module` are not needed any more."""
+
+    @abstractmethod
+    def stored(self, prefix: str, skip: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Name and value, as they are to be stored, of the tensors below `prefix` but not below `skip`."""
+
+    def save_files(self, directory: Path) -> None:
+        """Write tokenizer and generation config."""
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(directory)
+        generation = getattr(self.model, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(directory)
+
+
+class LoadedSource(ModelSource):
+    """A PreTrainedModel in memory; it is changed in place."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        refuse_unless_chain(model.config, type(model).__name__)
+        self.model = model.eval()
+        self.name = model.config._name_or_path or type(model).__name__
+        self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        self.tokenizer = tokenizer
+        if model.device.type == "meta":
+            raise UnsupportedModelError(f"{self.name} has no weights (it is on the meta device); load it first")
+
+    def config_dict(self) -> dict[str, Any]:
+        config = self.model.config.to_dict()
+        config.pop("quantization_config", None)
+        config["architectures"] = [type(self.model).__name__]
+        return json.loads(json.dumps(config, default=lambda value: str(value).removeprefix("torch.")))
+
+    def fill(self, module: nn.Module, prefix: str, skip: str | None = None) -> None:
+        """Everything is there."""
+
+    def release(self, module: nn.Module) -> None:
+        """Everything stays, it is the caller's model."""
+
+    def stored(self, prefix: str, skip: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        tied = getattr(self.model.config, "tie_word_embeddings", False)
+        output = self.model.get_output_embeddings() if tied else None
+        for name, tensor in self.model.state_dict().items():
+            is_tied = (
+                output is not None and name.endswith("lm_head.weight") and tensor.data_ptr() == _input_ptr(self.model)
+            )
+            if name.startswith(prefix) and not (skip and name.startswith(skip)) and not is_tied:
+                yield name, tensor
+
+
+def _input_ptr(model: Any) -> int:
+    return model.get_input_embeddings().weight.data_ptr()
+
+
+class CheckpointSource(ModelSource):
+    """A checkpoint on disk and an empty transformers model; `keep` leaves what was filled in place."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, tokenizer: Any = None, keep: bool = False) -> None:
+        self.checkpoint, self.name, self.keep = checkpoint, name, keep
+        self._tokenizer = tokenizer
+        config = self.config_dict()
+        self.dtype = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
+        self.compute_dtype = torch.bfloat16 if self.dtype == torch.bfloat16 and has_amx() else torch.float32
+        self.model = empty_model(config, self.compute_dtype)
+        self._names = self._checkpoint_names()
+
+    @property
+    def tokenizer(self) -> Any:  # type: ignore[override]
+        if self._tokenizer is None:
+            self._tokenizer = self.checkpoint.load_tokenizer()
+        return self._tokenizer
+
+    def config_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in self.checkpoint.config.items()
+                if key not in ("quantization_config", "compression_config")}  # fmt: skip
+
+    def _checkpoint_names(self) -> dict[str, str]:
+        """Name in the model -> name in the checkpoint, which may lack the base model's prefix."""
+        prefix = f"{self.model.base_model_prefix}."
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
+        names, missing = {}, []
+        for name in self.model.state_dict():
+            found = next((n for n in (name, name.removeprefix(prefix)) if n in self.checkpoint), None)
+            if found is not None:
+                names[name] = found
+            elif name not in tied:
+                missing.append(name)
+        if missing:
+            raise CheckpointError(
+                f"{self.checkpoint.path} lacks {len(missing)} tensors of {type(self.model).__name__}, the first is "
+                f"{missing[0]!r}; the checkpoint is incomplete, or names its tensors in a way that is not read"
+            )
+        return names
+
+    def _tensor(self, name: str, shape: torch.Size) -> Tensor:
+        return self.checkpoint.tensor(self._names[name], tuple(shape))
+
+    def fill(self, module: nn.Module, prefix: str, skip: str | None = None) -> None:
+        for name, old in list(module.state_dict(keep_vars=True).items()):
+            full = f"{prefix}.{name}" if prefix else name
+            if (skip and full.startswith(skip)) or full not in self._names:
+                continue
+            tensor = self._tensor(full, old.shape)
+            assign(module, name, tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor)
+        if not prefix:
+            self.model.tie_weights()
+
+    def release(self, module: nn.Module) -> None:
+        if self.keep:
+            return
+        for name, value in list(module.named_parameters()):
+            assign(module, name, value.to("meta"))
+
+    def stored(self, prefix: str, skip: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        shapes = {name: value.shape for name, value in self.model.state_dict().items()}
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
+        for name in self._names:
+            if name.startswith(prefix) and not (skip and name.startswith(skip)) and name not in tied:
+                tensor = self._tensor(name, shapes[name])
+                yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def save_files(self, directory: Path) -> None:
+        self.tokenizer.save_pretrained(directory)
+        if self.checkpoint.generation_config:
+            text = json.dumps(self.checkpoint.generation_config, indent=2, sort_keys=True)
+            (directory / "generation_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def open_source(model: Any, tokenizer: Any = None, keep: bool = False) -> ModelSource:
+    """A source for a model's name or path, or for a loaded model. UserError's kinds say why one cannot be had."""
+    if isinstance(model, nn.Module):
+        return LoadedSource(model, tokenizer)
+    return CheckpointSource(open_checkpoint(model), str(model), tokenizer, keep)
+
+
+def has_amx() -> bool:
+    """Whether the CPU multiplies bfloat16 tiles; without them bfloat16 layers are no faster than float32 ones."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("amx_bf16", False))
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """torch.empty makes no memory: weights start on the meta device, while computed buffers become what they are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
+    """The causal language model of a config without memory for its weights; UnsupportedModelError if there is none."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    content = {key: value for key, value in config.items() if key not in ("model_type", "torch_dtype", "dtype")}
+    try:
+        parsed = AutoConfig.for_model(config["model_type"], **content)
+    except (KeyError, ValueError):
+        raise UnsupportedModelError(
+            f"model_type {config.get('model_type')!r} is not one that this transformers version knows"
+        ) from None
+    refuse_unless_chain(parsed, str(config.get("architectures", [parsed.model_type])[0]))
+    try:
+        with _EmptyOnMeta():
+            model = AutoModelForCausalLM.from_config(parsed, dtype=dtype)
+    except ValueError as error:
+        raise UnsupportedModelError(f"model_type {parsed.model_type!r}: {str(error).splitlines()[0][:200]}") from None
+    return model.eval().requires_grad_(False)
+
+
+def assign(module: nn.Module, name: str, value: Tensor) -> None:
+    """Replace the parameter or buffer `name` (dotted) of a module by one with this value."""
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+    else:
+        owner._buffers[leaf] = value

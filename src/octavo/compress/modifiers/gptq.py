@@ -1,0 +1,98 @@
+"""GPTQModifier: round weights one column after the other, later columns make good for the error so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from octavo.compress.gptq_solver import GPTQSettings, Solution, solve
+from octavo.compress.modifiers.base import LayerResult, LinearLayer
+from octavo.compress.modifiers.quantization import QuantizationModifier
+from octavo.compress.statistics import InputStatistics
+from octavo.errors import UserError
+
+_ACT_ORDERS = {"static": True, "weight": True, None: False, False: False}
+
+
+@dataclass(kw_only=True)
+class GPTQModifier(QuantizationModifier):
+    """GPTQ, with LLM Compressor's argument names.
+
+    `dampening_frac` of the Hessian's mean diagonal is added to it; ten and a hundred times that are tried when it is
+    not positive definite, and then the layer is only rounded, which the report says. `actorder` "static" (or "weight")
+    takes columns by falling importance, None as they are; neither needs an index in the checkpoint, for scales are
+    chosen beforehand, on groups of neighbouring columns.
+    """
+
+    block_size: int = 128
+    dampening_frac: float = 0.01
+    actorder: str | bool | None = "static"
+
+    default_observer = "imatrix_signed"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size < 1:
+            raise UserError(f"block_size is {self.block_size}; it must be at least 1", param="block_size")
+        if not 0 < self.dampening_frac < 1:
+            raise UserError(f"dampening_frac is {self.dampening_frac}; it must be above 0 and below 1; 0.01 is usual")
+        if self.actorder not in _ACT_ORDERS:
+            raise UserError(f"actorder is {self.actorder!r}; it must be 'static', 'weight' or None")
+
+    @property
+    def statistics(self) -> str:
+        return "hessian"
+
+    def quantize(self, layers: list[LinearLayer], inputs: InputStatistics | None) -> list[LayerResult]:
+        if inputs is None or inputs.tokens == 0:
+            why = "it saw no calibration token" if inputs is None else "no calibration token was finite"
+            return [self._only_rounded(layer, why) for layer in layers]
+        hessian = inputs.hessian()
+        results = []
+        for batch in _solvable_together(layers):
+            observer = self._observer_name(batch[0].observer)
+            settings = GPTQSettings(self.block_size, self.dampening_frac, _ACT_ORDERS[self.actorder], observer)
+            weight = torch.cat([layer.weight for layer in batch])
+            solution = solve(weight, hessian, batch[0].scheme, settings, batch[0].scale_dtype)
+            results += self._split(batch, solution, observer)
+        return results
+
+    def _only_rounded(self, layer: LinearLayer, why: str) -> LayerResult:
+        result = self._round(layer, None)
+        result.notes.append(f"{layer.name}: only rounded, not GPTQ: {why}")
+        result.details["fallback"] = why
+        return result
+
+    def _split(self, layers: list[LinearLayer], solution: Solution, observer: str) -> list[LayerResult]:
+        sizes = [len(layer.weight) for layer in layers]
+        tensors = (solution.codes, solution.scale, solution.error, solution.norm)
+        parts = zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
+        results = []
+        for layer, (codes, scale, error, norm) in zip(layers, parts, strict=True):
+            relative = float(error.sum() / norm.sum().clamp_min(1e-30))
+            details: dict[str, Any] = {"algorithm": "gptq", "observer": observer, "damping": solution.damping}
+            details |= {"dead_inputs": solution.dead}
+            result = LayerResult(layer.name, layer.scheme, codes, scale, layer.scale_dtype, relative, details)
+            result.notes += self._notes(layer.name, solution)
+            results.append(result)
+        return results
+
+    def _notes(self, name: str, solution: Solution) -> list[str]:
+        notes = []
+        if solution.damping is None:
+            notes.append(f"{name}: only rounded, not GPTQ: its Hessian is not positive definite at any damping tried")
+        elif solution.damping > self.dampening_frac:
+            notes.append(
+                f"{name}: the Hessian needed a damping of {solution.damping:g} instead of {self.dampening_frac:g}"
+            )
+        return notes
+
+
+def _solvable_together(layers: list[LinearLayer]) -> list[list[LinearLayer]]:
+    """Layers of the same scheme, observer and dtype, in order: their rows can be solved as one weight."""
+    batches: dict[Any, list[LinearLayer]] = {}
+    for layer in layers:
+        batches.setdefault((layer.scheme, layer.observer, layer.scale_dtype), []).append(layer)
+    return list(batches.values())

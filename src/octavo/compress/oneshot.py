@@ -1,0 +1,262 @@
+"""`oneshot`: compress a model in one call, with LLM Compressor's argument names; `run` does it for the command line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.checkpoint.writer import write_json
+from octavo.compress.assignment import Plan, make_plan
+from octavo.compress.blocks import Blocks, find_blocks
+from octavo.compress.calibration import CalibrationData, CalibrationSpec, load_calibration
+from octavo.compress.config import CompressConfig
+from octavo.compress.export import RECIPE, REPORT, attach_save, write_checkpoint
+from octavo.compress.model_source import ModelSource, open_source
+from octavo.compress.modifiers.base import LayerResult, Modifier
+from octavo.compress.modifiers.gptq import GPTQModifier
+from octavo.compress.modifiers.quantization import QuantizationModifier
+from octavo.compress.pipeline import BlockPipeline
+from octavo.compress.progress import block_progress
+from octavo.compress.recipe import dump_recipe, parse_recipe
+from octavo.compress.report import environment, layer_entry, report_lines, size_report
+from octavo.compress.work_folder import WorkFolder
+from octavo.errors import UserError
+
+_ONE_BATCH_BYTES = 3_000_000_000  # activations of the whole calibration set in one block that are still held at once
+
+
+@dataclass
+class CompressionResult:
+    """Where the checkpoint is (None: not written) and the content of compression_report.json."""
+
+    output_dir: Path | None
+    report: dict[str, Any]
+
+
+def oneshot(
+    model: Any,
+    dataset: Any = None,
+    dataset_config_name: str | None = None,
+    recipe: Any = None,
+    output_dir: str | Path | None = None,
+    *,
+    tokenizer: Any = None,
+    splits: str | None = None,
+    text_column: str = "text",
+    num_calibration_samples: int = 128,
+    max_seq_length: int = 512,
+    shuffle_calibration_samples: bool = False,
+    concatenate_data: bool | None = None,
+    streaming: bool = False,
+    batch_size: int | None = None,
+    seed: int = 0,
+    resume: bool = False,
+) -> Any:
+    """Compress `model` as `recipe` says, write it to `output_dir` if that is given, and return the changed model.
+
+    model: what Octavo reads (directory, .gguf file, Hugging Face id, "demo") or a loaded PreTrainedModel, which is
+    changed in place. recipe: a modifier of `octavo.modifiers`, a list of them, YAML, or a YAML file's path. dataset: a
+    name on the Hub, a file, a datasets.Dataset, or a list of texts; the built-in text without one. tokenizer: a
+    directory, an id or a tokenizer, by default the model's. batch_size: sequences a forward pass; by default all at
+    once where they are of one length and fit, else one. resume goes on after the blocks that an interrupted call
+    finished in `output_dir`. After this, `model.save_pretrained(directory)` writes the compressed checkpoint as well.
+
+    Raises UserError for whatever is wrong with the arguments, the model or the data; an unknown keyword is a TypeError.
+    """
+    if recipe is None:
+        raise UserError("oneshot needs a recipe, for instance GPTQModifier(scheme='W4A16', ignore=['lm_head'])")
+    spec = CalibrationSpec(
+        dataset, dataset_config_name, splits, text_column, num_calibration_samples, max_seq_length,
+        shuffle_calibration_samples, concatenate_data, streaming, seed,
+    )  # fmt: skip
+    source = open_source(model, _tokenizer(tokenizer), keep=True)
+    job = _Job(source, parse_recipe(recipe), spec, batch_size)
+    job.run(None if output_dir is None else Path(output_dir), resume)
+    return source.model
+
+
+def run(config: CompressConfig, quiet: bool = False) -> CompressionResult:
+    """Compress as the settings say and print the report, unless `quiet`. UserError says what is wrong with them."""
+    if config.dataset is not None and config.calibration_file is not None:
+        raise UserError("give --dataset or --calibration-file, not both", param="dataset")
+    dataset: Any = config.dataset if config.calibration_file is None else Path(config.calibration_file)
+    spec = CalibrationSpec(
+        dataset, config.dataset_config_name, config.splits, config.text_column, config.num_calibration_samples,
+        config.max_seq_length, config.shuffle_calibration_samples, seed=config.seed,
+    )  # fmt: skip
+    modifiers = modifiers_of(config)
+    job = _Job(open_source(config.model), modifiers, spec, None)
+    result = job.run(Path(config.output_dir), config.resume)
+    if not quiet:
+        print("\n".join(report_lines(result.report)))
+        print(f"written to {config.output_dir}")
+    return result
+
+
+def modifiers_of(config: CompressConfig) -> list[Modifier]:
+    """The recipe that the settings mean: the file's, or one modifier of `algorithm` with `scheme`."""
+    if config.recipe is not None:
+        if config.scheme is not None or config.algorithm is not None:
+            raise UserError("give --recipe or --scheme and --algorithm, not both", param="recipe")
+        return parse_recipe(Path(config.recipe))
+    algorithm = config.algorithm or "gptq"
+    common: dict[str, Any] = {"scheme": config.scheme or "W4A16", "ignore": list(config.ignore)}
+    common |= {"group_size": config.group_size, "weight_observer": config.observer}
+    if algorithm == "rtn":
+        return [QuantizationModifier(**common)]
+    if algorithm == "gptq":
+        order = None if config.actorder == "none" else config.actorder
+        return [
+            GPTQModifier(**common, block_size=config.block_size, dampening_frac=config.dampening_frac, actorder=order)
+        ]
+    raise UserError(f"algorithm {algorithm!r} is not there yet; rtn and gptq are", param="algorithm")
+
+
+def _tokenizer(tokenizer: Any) -> Any:
+    if isinstance(tokenizer, str | Path):
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(tokenizer)
+    return tokenizer
+
+
+class _Job:
+    """One compression, from the parsed arguments to the report."""
+
+    def __init__(
+        self, source: ModelSource, modifiers: list[Modifier], spec: CalibrationSpec, batch_size: int | None
+    ) -> None:
+        if batch_size is not None and batch_size < 1:
+            raise UserError(f"batch_size is {batch_size}; it must be at least 1", param="batch_size")
+        self.source, self.modifiers, self.spec, self.batch_size = source, modifiers, spec, batch_size
+        self.blocks: Blocks = find_blocks(source.model)
+        self.plan: Plan = make_plan(source.model, self.blocks, modifiers)
+
+    def run(self, output_dir: Path | None, resume: bool) -> CompressionResult:
+        if resume and output_dir is None:
+            raise UserError("resume needs the output_dir of the interrupted run", param="resume")
+        started = time.perf_counter()
+        torch.manual_seed(self.spec.seed)
+        data = self._calibration()
+        fingerprint = self._fingerprint(data)
+        recipe = dump_recipe(self.modifiers)
+        folder = None
+        if output_dir is not None:
+            if resume and (finished := _finished(output_dir, fingerprint)) is not None:
+                return CompressionResult(output_dir, finished)
+            folder = WorkFolder(output_dir, fingerprint, resume)
+        pipeline = BlockPipeline(self.source, self.blocks, self.plan, self._batches(data))
+        with block_progress(len(self.blocks.modules)) as progress:
+            results = pipeline.run(folder, progress)
+        report = self._report(data, fingerprint, recipe, results, pipeline.seconds)
+        if output_dir is not None and folder is not None:
+            writing = time.perf_counter()
+            sizes = write_checkpoint(self.source, self.blocks, self.plan, folder, output_dir)
+            (output_dir / RECIPE).write_text(recipe, encoding="utf-8")
+            report["size"] = self._sizes(sizes, results)
+            seconds = report["seconds"]
+            seconds["write"] = seconds.get("write", 0.0) + time.perf_counter() - writing
+            seconds["total"] = time.perf_counter() - started
+            write_json(output_dir / REPORT, report)
+            folder.remove()
+        else:
+            attach_save(self.source, self.plan, results, recipe)
+        return CompressionResult(output_dir, report)
+
+    def _calibration(self) -> CalibrationData | None:
+        if all(modifier.statistics == "none" for modifier in self.modifiers):
+            return None
+        limit = getattr(self.source.model.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and self.spec.max_seq_length > limit:
+            raise UserError(
+                f"max_seq_length is {self.spec.max_seq_length}, but the model's context ends at {limit} tokens",
+                param="max_seq_length",
+            )
+        tokenizer = self.source.tokenizer
+        if tokenizer is None:
+            raise UserError("a loaded model brings no tokenizer for the calibration text; give tokenizer=...")
+        return load_calibration(self.spec, tokenizer)
+
+    def _batches(self, data: CalibrationData | None) -> list[Tensor]:
+        if data is None:
+            return []
+        samples = data.samples
+        alike = len({sample.shape[1] for sample in samples}) == 1
+        if not alike:
+            return samples
+        size = self.batch_size or (len(samples) if self._fits(data.tokens) else 1)
+        return [torch.cat(samples[start : start + size]) for start in range(0, len(samples), size)]
+
+    def _fits(self, tokens: int) -> bool:
+        config = self.source.model.config.get_text_config()
+        inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        return tokens * (6 * config.hidden_size + 4 * inner) * 4 <= _ONE_BATCH_BYTES
+
+    def _fingerprint(self, data: CalibrationData | None) -> dict[str, str]:
+        config = json.dumps(self.source.config_dict(), sort_keys=True, default=str)
+        dtype = next(self.source.model.parameters()).dtype
+        return {
+            "model": f"{self.source.name} {hashlib.sha256(config.encode()).hexdigest()[:16]}",
+            "recipe": dump_recipe(self.modifiers),
+            "calibration data": "none" if data is None else data.digest(),
+            "batch size": str(self.batch_size),
+            "seed": str(self.spec.seed),
+            "precision": str(dtype),
+        }
+
+    def _report(
+        self,
+        data: CalibrationData | None,
+        fingerprint: dict[str, str],
+        recipe: str,
+        results: list[LayerResult],
+        seconds: dict[str, float],
+    ) -> dict[str, Any]:
+        notes = self.plan.notes + ([] if data is None else data.notes)
+        calibration = None
+        if data is not None:
+            calibration = {"source": data.source, "sequences": len(data.samples), "tokens": data.tokens}
+        kinds = sorted({result.details["algorithm"] for result in results})
+        return {
+            "model": self.source.name,
+            "algorithm": "+".join(kinds),
+            "recipe": recipe,
+            "calibration": calibration,
+            "layers": [layer_entry(result) for result in results],
+            "mean_error": sum(result.error for result in results) / len(results),
+            "notes": notes + [note for result in results for note in result.notes],
+            "seconds": {"total": sum(seconds.values())} | seconds,
+            "peak_memory_bytes": peak_memory(),
+            "environment": environment(),
+            "fingerprint": fingerprint,
+        }
+
+    def _sizes(self, sizes: dict[str, tuple[int, int]], results: list[LayerResult]) -> dict[str, Any]:
+        names = {id(module): name for name, module in self.source.model.named_modules()}
+        embedding = names.get(id(self.source.model.get_input_embeddings()), "")
+        output = names.get(id(self.source.model.get_output_embeddings()), "")
+        return size_report(sizes, results, embedding, output, self.source.dtype.itemsize)
+
+
+def _finished(output_dir: Path, fingerprint: dict[str, str]) -> dict[str, Any] | None:
+    """The report of a run that was finished and is the same, else None."""
+    path = output_dir / REPORT
+    if not path.is_file():
+        return None
+    report = json.loads(path.read_text(encoding="utf-8"))
+    return report if report.get("fingerprint") == fingerprint else None
+
+
+def peak_memory() -> int:
+    """The most memory that this process has held, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,137 @@
+"""Walking a decoder block by block, without tracing.
+
+One call of the whole model, in which every block only records what it is called with and hands its input on, gives the
+arguments of each block (masks, rotary tables, which may differ from layer to layer) and the inputs of the first. After
+that each block is run on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.compress.blocks import Blocks
+from octavo.errors import UnsupportedModelError
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # a block's arguments without the hidden states
+
+
+class BlockWalker:
+    """Runs the blocks of `model` on batches of token ids; `hidden` holds each batch's input to the next block."""
+
+    def __init__(self, model: Any, blocks: Blocks) -> None:
+        self.model, self.blocks = model, blocks
+        self.calls: list[list[Call]] = []  # [batch][block]
+        self.hidden: list[Tensor] = []
+        self.groups: list[list[str]] = []  # linear layers of a block that read the same tensor, names within the block
+        self._extras: tuple[Any, ...] | None = None  # what a block returns besides its output; None: no tuple
+
+    def start(self, batches: list[Tensor]) -> None:
+        """Take the batches, each int64 [B, T]. Block 0 must be filled, for it is run once, on one sequence."""
+        self._probe(batches[0][:1])
+        for batch in batches:
+            recorder = _Recorder(self._extras)
+            self._run_model(batch, recorder)
+            self.calls.append(recorder.calls)
+            self.hidden.append(recorder.first)
+
+    def run(self, index: int, batch: int) -> Tensor:
+        """Output of block `index` on the current input of a batch."""
+        args, kwargs = self.calls[batch][index]
+        output = self.blocks.modules[index](self.hidden[batch], *args, **kwargs)
+        return output[0] if isinstance(output, tuple) else output
+
+    def advance(self, index: int) -> None:
+        """Run block `index` on all batches; its outputs become the inputs of the next."""
+        for batch in range(len(self.hidden)):
+            self.hidden[batch] = self.run(index, batch)
+
+    def _probe(self, batch: Tensor) -> None:
+        """Run block 0 for real: the form of its output, and which of its linear layers share an input."""
+        seen: dict[int, tuple[Tensor, list[str]]] = {}
+        hooks = []
+        for name, module in self.blocks.modules[0].named_modules():
+            if isinstance(module, nn.Linear):
+                hooks.append(module.register_forward_pre_hook(_note_input(seen, name)))
+        recorder = _Recorder(None, real=self.blocks.modules[0].forward)
+        try:
+            self._run_model(batch, recorder)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.groups = [names for _, names in seen.values()]
+        self._extras = recorder.extras
+
+    @torch.no_grad()
+    def _run_model(self, batch: Tensor, recorder: _Recorder) -> None:
+        for index, block in enumerate(self.blocks.modules):
+            block.forward = recorder.stub(index)
+        try:
+            self.model.base_model(input_ids=batch, use_cache=False)
+        finally:
+            for block in self.blocks.modules:
+                del block.forward
+        recorder.check(type(self.model).__name__, len(self.blocks.modules))
+
+
+def _note_input(seen: dict[int, tuple[Tensor, list[str]]], name: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        # The tensor is kept until the probe ends, so that its id is not given to another one.
+        seen.setdefault(id(args[0]), (args[0], []))[1].append(name)
+
+    return hook
+
+
+class _Recorder:
+    """Stands in for the blocks during one call of the model."""
+
+    def __init__(self, extras: tuple[Any, ...] | None, real: Callable[..., Any] | None = None) -> None:
+        self.extras = extras
+        self.calls: list[Call] = []
+        self.first: Tensor = torch.empty(0)
+        self._real = real
+        self._last: Tensor | None = None
+        self._problem: str | None = None
+
+    def stub(self, index: int) -> Callable[..., Any]:
+        """A forward function for block `index`."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if args:
+                hidden, args = args[0], args[1:]
+            else:
+                hidden = kwargs.pop("hidden_states")
+            self._look_for_shared_state(index, hidden, args, kwargs)
+            self.calls.append((args, kwargs))
+            if index == 0:
+                self.first = hidden
+                if self._real is not None:
+                    output = self._real(hidden, *args, **kwargs)
+                    self.extras = output[1:] if isinstance(output, tuple) else None
+            self._last = hidden.view(hidden.shape)  # a new object, to be recognised
+            return self._last if self.extras is None else (self._last, *self.extras)
+
+        return forward
+
+    def _look_for_shared_state(self, index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if index == 0:
+            return
+        if hidden is not self._last:
+            self._problem = self._problem or f"changes the hidden states between its layers (before layer {index})"
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if any(value is handed for value in given for handed in (*(self.extras or ()), self._last)):
+            self._problem = (
+                self._problem or f"hands results of one layer to another beside the hidden states (to layer {index})"
+            )
+
+    def check(self, name: str, blocks: int) -> None:
+        """Raise UnsupportedModelError if the model is no plain chain of its blocks."""
+        if self._problem is None and len(self.calls) != blocks:
+            self._problem = f"called {len(self.calls)} of its {blocks} layers"
+        if self._problem is not None:
+            raise UnsupportedModelError(
+                f"{name} {self._problem}; compression works layer by layer, so such models are not supported"
+            )
