@@ -116,6 +116,24 @@ def test_a_missing_shard_and_a_shard_without_its_tensor(sharded: Path) -> None:
         open_checkpoint(sharded)
 
 
+def test_an_index_cannot_point_elsewhere(sharded: Path) -> None:
+    (sharded / INDEX).write_text(json.dumps({"weight_map": {"x": "../model.safetensors"}}))
+    with pytest.raises(CheckpointError, match="not a plain file name"):
+        open_checkpoint(sharded)
+    (sharded / INDEX).write_text("{}")
+    with pytest.raises(CheckpointError, match="no weight_map"):
+        open_checkpoint(sharded)
+
+
+def test_a_tokenizer_with_code_of_its_own_is_not_run(plain: Path) -> None:
+    config = json.loads((plain / "tokenizer_config.json").read_text())
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (plain / "tokenizer_config.json").write_text(json.dumps(config | own))
+    (plain / "own.py").write_text("raise SystemExit('this must not run')")
+    with pytest.raises(CheckpointError, match="--tokenizer"):
+        open_checkpoint(plain).load_tokenizer()
+
+
 def test_pickles_are_never_opened(plain: Path) -> None:
     (plain / SINGLE).unlink()
     (plain / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +60,19 @@ def _config(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
     return config | {"torch_dtype": dtype}
 
 
+def _with_progress(names: list[str]) -> Iterable[str]:
+    """The names one by one, with a bar on a terminal."""
+    if not sys.stderr.isatty():
+        return names
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(names, description="converting", console=Console(stderr=True), transient=True)
+
+
 def _write_weights(checkpoint: Checkpoint, directory: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
     writer = ShardWriter(directory, max_shard_bytes)
-    for name in checkpoint.names():
+    for name in _with_progress(checkpoint.names()):
         tensor = checkpoint.tensor(name)
         if tensor.is_floating_point():
             tensor = tensor.to(dtype)

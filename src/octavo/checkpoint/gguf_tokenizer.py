@@ -44,8 +44,8 @@ SPECIAL_NAMES = {
 
 def build_tokenizer(path: Path, metadata: dict[str, Any]) -> Any:
     """PreTrainedTokenizerFast from a file's metadata. CheckpointError when there is none or it is of another kind."""
-    # The light half of transformers: AutoTokenizer would import several hundred configurations.
-    from transformers.tokenization_utils_fast import PreTrainedTokenizerFast
+    # Not AutoTokenizer, which imports several hundred configurations.
+    from transformers import PreTrainedTokenizerFast
 
     backend = build_backend(path, metadata)
     tokens = metadata["tokenizer.ggml.tokens"]

@@ -109,6 +109,8 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _check_shards(self, weight_map: dict[str, str]) -> None:
         for file in sorted(set(weight_map.values())):
+            if Path(file).name != file:
+                raise CheckpointError(f"{self.path / INDEX} names the shard {file!r}, which is not a plain file name")
             if not (self.path / file).is_file():
                 tensors = [name for name, where in weight_map.items() if where == file]
                 raise CheckpointError(
@@ -195,8 +197,8 @@ def load_directory_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises nothing more precise
         raise CheckpointError(
             f"the tokenizer in {path} cannot be loaded ({error}); name another one with --tokenizer"
         ) from error

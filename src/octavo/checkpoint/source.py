@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -90,7 +91,10 @@ def _cached_snapshot(name: str, need: Need) -> Path | None:
 def _download(name: str, need: Need) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.utils import disable_progress_bars
 
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     tried = f"there is no directory {name!r} and it is not in the local Hugging Face cache"
     try:
         snapshot = Path(snapshot_download(name, allow_patterns=HUB_PATTERNS[need], ignore_patterns=HUB_IGNORE))
