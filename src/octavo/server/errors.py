@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from octavo.errors import EngineDeadError, QueueFullError, UserError
+from octavo.errors import EngineDeadError, OctavoError, QueueFullError, UserError
 
 MAX_MESSAGE_CHARS = 2000  # an error that quotes its input must not be larger than the input
 
@@ -75,10 +74,8 @@ def as_api_error(error: BaseException) -> ApiError | None:
         return bad_request(str(error), error.param)
     if isinstance(error, EngineDeadError):
         return ApiError(503, f"{error}; restart the server" if str(error) else "the engine died; restart the server")
-    if isinstance(error, asyncio.CancelledError):
-        return ApiError(
-            503, "the server is shutting down; send the request to another one", headers={"Retry-After": "1"}
-        )
+    if isinstance(error, OctavoError):  # the engine gave this one request up, and says why
+        return ApiError(500, str(error))
     return None
 
 

@@ -21,13 +21,9 @@ from octavo.engine.answers import tokenize_bad_words
 from octavo.engine.client import EngineClient
 from octavo.engine.detokenizer import Detokenizer
 from octavo.engine.messages import EngineOutput
-from octavo.errors import EngineDeadError, OctavoError
+from octavo.errors import OctavoError
 from octavo.server.limits import Admission
 from octavo.server.metrics import RequestTimer, ServerMetrics
-
-
-class GenerationError(OctavoError):
-    """The engine gave one request up; it goes on with the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +116,7 @@ class Generator:
                         yield delta
                     if sequence.finish_reason is not None:
                         return
-            raise GenerationError(f"the engine ended request {job.engine_id} without a reason")
-        except EngineDeadError as error:
-            sequence.finish_reason = "error"
-            if self._client.is_alive:  # this request failed, not the engine
-                raise GenerationError(str(error)) from error
-            raise
+            raise OctavoError(f"the engine ended request {job.engine_id} without a reason")
         except OctavoError:
             sequence.finish_reason = "error"
             raise

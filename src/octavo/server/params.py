@@ -186,7 +186,7 @@ def sampling_defaults(config: ServerConfig, generation_config: Mapping[str, Any]
 
 def context_too_long(prompt_len: int, max_model_len: int) -> CapacityError:
     return CapacityError(
-        f"This model's maximum context length is {max_model_len} tokens, and the prompt alone has {prompt_len}: shorten "
-        f"it to at most {max_model_len - 1} tokens, or let the server do so with truncate_prompt_tokens",
+        f"This model's maximum context length is {max_model_len} tokens, and the prompt alone has {prompt_len}: "
+        f"shorten it to at most {max_model_len - 1} tokens, or let the server do so with truncate_prompt_tokens",
         param="prompt",
     )

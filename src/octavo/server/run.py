@@ -202,7 +202,7 @@ async def _log_stats(client: EngineClient) -> None:
         if stats.steps != steps:
             seconds = now - then
             logger.info(
-                "%.1f prompt and %.1f generated tokens/s, %d running, %d waiting, KV cache %.1f %%, prefix hits %.1f %%",
+                "%.1f prompt and %.1f generated tokens/s, %d running, %d waiting, cache %.1f %%, prefix hits %.0f %%",
                 (stats.prompt_tokens - prompt) / seconds,
                 (stats.generation_tokens - generated) / seconds,
                 stats.running,
