@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from octavo.checkpoint.packing import unpack_codes
+from octavo.checkpoint.packing import packed_columns, packed_to_memory, unpack_codes
 from octavo.checkpoint.quantization_config import QuantizationConfig, QuantizationGroup
 from octavo.checkpoint.quantized import QuantizedWeight, pack_nibbles
 from octavo.checkpoint.scheme import WeightScheme
@@ -61,7 +61,11 @@ class CompressedReader:
             return _scaled(module, weight.to(torch.float32), scale, group)
         if weight.dtype != torch.int8:
             return weight  # fake-quantized: the values are already there
-        return self._build(module, group.scheme, weight)
+        rows, columns = weight.shape
+        scale = self._scale(module, group.scheme, rows, columns)
+        return from_signed_codes(
+            group.scheme, weight, scale, self._zero_point(module, group.scheme, rows, scale.shape[1])
+        )
 
     def _read_packed(self, module: str, group: QuantizationGroup) -> QuantizedWeight | Tensor:
         packed = self._source.stored(f"{module}.weight_packed")
@@ -75,19 +79,33 @@ class CompressedReader:
             raise CheckpointError(
                 f"{module}.weight_packed has shape {list(packed.shape)}, but {module}.weight_shape says {shape}"
             )
-        codes = _unpacked(f"{module}.weight_packed", packed, group.scheme.num_bits, shape[1])
-        return self._build(module, group.scheme, codes)
+        return self._unpack(module, group.scheme, packed, (shape[0], shape[1]))
 
-    def _build(self, module: str, scheme: WeightScheme, codes: Tensor) -> QuantizedWeight | Tensor:
-        """From signed codes [N, K]."""
-        rows, columns = codes.shape
+    def _unpack(
+        self, module: str, scheme: WeightScheme, packed: Tensor, shape: tuple[int, int]
+    ) -> QuantizedWeight | Tensor:
+        rows, columns = shape
         scale = self._scale(module, scheme, rows, columns)
         zero = self._zero_point(module, scheme, rows, scale.shape[1])
-        if self._source.has_stored(f"{module}.weight_g_idx"):
-            order = self._source.stored(f"{module}.weight_g_idx").to(torch.int64)
-            if not torch.equal(order, torch.arange(columns) // (columns // scale.shape[1])):
-                return _gathered(codes, scale, zero, order)
-        return from_signed_codes(scheme, codes, scale, zero)
+        order = self._column_order(module, columns, scale.shape[1])
+        name, bits = f"{module}.weight_packed", scheme.num_bits
+        if order is not None:
+            return _gathered(_unpacked(name, packed, bits, columns), scale, zero, order)
+        if bits in (4, 8) and packed.shape[1] == packed_columns(columns, bits) and columns * bits % 8 == 0:
+            return in_memory(scheme, shape, packed_to_memory(packed, bits, columns), scale, zero)
+        return from_signed_codes(scheme, _unpacked(name, packed, bits, columns), scale, zero)
+
+    def _column_order(self, module: str, columns: int, groups: int) -> Tensor | None:
+        """The group of each column where an activation order was kept; None when they follow each other."""
+        name = f"{module}.weight_g_idx"
+        if not self._source.has_stored(name):
+            return None
+        order = self._source.stored(name).to(torch.int64)
+        if tuple(order.shape) != (columns,) or int(order.min()) < 0 or int(order.max()) >= groups:
+            raise CheckpointError(
+                f"{name} {list(order.shape)} must give each of {columns} columns one of {groups} groups"
+            )
+        return None if torch.equal(order, _even_groups(columns, groups)) else order
 
     def _scale(self, module: str, scheme: WeightScheme, rows: int, columns: int) -> Tensor:
         """[N, G], whatever the strategy."""
@@ -137,13 +155,24 @@ def from_signed_codes(
     W = scale * (code - zero). Bit widths other than 4 and 8, or an odd K with 4 bits, give the dense weight in float32.
     """
     rows, columns = codes.shape
+    if scheme.num_bits not in (4, 8) or (scheme.num_bits == 4 and columns % 2):
+        return _gathered(codes, scale, zero, _even_groups(columns, scale.shape[1]))
+    stored = pack_nibbles((codes + 8).to(torch.uint8)) if scheme.num_bits == 4 else codes.contiguous()
+    return in_memory(scheme, (rows, columns), stored, scale, zero)
+
+
+def _even_groups(columns: int, groups: int) -> Tensor:
+    return torch.arange(columns) // (columns // groups)
+
+
+def in_memory(
+    scheme: WeightScheme, shape: tuple[int, int], stored: Tensor, scale: Tensor, zero: Tensor | None
+) -> QuantizedWeight:
+    """4- or 8-bit codes that are in the in-memory layout already, with scale and zero point as in the checkpoint."""
     if scheme.strategy == "tensor":
         scheme = WeightScheme(
             scheme.num_bits, symmetric=scheme.symmetric, strategy="channel", activations=scheme.activations
         )
-    if scheme.num_bits not in (4, 8) or (scheme.num_bits == 4 and columns % 2):
-        order = torch.arange(columns) // (columns // scale.shape[1])
-        return _gathered(codes, scale, zero, order)
     if zero is None and not scheme.symmetric:
         zero = torch.zeros_like(scale)
     shift = 8 if scheme.num_bits == 4 else 0
@@ -154,8 +183,7 @@ def from_signed_codes(
         offset = -(zero.to(torch.float32) + shift) * scale
     elif shift:
         offset = scale * -shift
-    stored = pack_nibbles((codes + shift).to(torch.uint8)) if shift else codes.contiguous()
-    return QuantizedWeight(scheme, (rows, columns), stored, scale, offset)
+    return QuantizedWeight(scheme, shape, stored, scale, offset)
 
 
 def _gathered(codes: Tensor, scale: Tensor, zero: Tensor | None, order: Tensor) -> Tensor:

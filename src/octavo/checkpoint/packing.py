@@ -60,6 +60,12 @@ def unpack_codes(packed: Tensor, bits: int, columns: int) -> Tensor:
     return (unsigned[:, :columns].to(torch.int16) - half).to(torch.int8)
 
 
+def packed_to_memory(packed: Tensor, bits: int, columns: int) -> Tensor:
+    """4- or 8-bit int32 [N, W] -> the codes of a QuantizedWeight: the same bytes, but for the sign of 8 bits."""
+    octets = packed.contiguous().view(torch.uint8)[:, : columns * bits // 8]
+    return octets.contiguous() if bits == 4 else (octets ^ 128).view(torch.int8)
+
+
 def _pack_bytes(unsigned: Tensor, bits: int, words: int) -> Tensor:
     rows, columns = unsigned.shape
     full = unsigned.new_zeros(rows, words * 32 // bits)
