@@ -36,14 +36,17 @@ class Driver:
         self.group_specs = list(dict.fromkeys(self.specs))
         groups = [self.group_specs.index(spec) for spec in self.specs]
         self.caches = [
-            KVCache.allocate(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, model.dtype) for spec in self.specs
+            KVCache.allocate(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, model.dtype)
+            for spec in self.specs
         ]
         for cache in self.caches:
             cache.k.fill_(GARBAGE)
             cache.v.fill_(GARBAGE)
         model.bind_kv_cache(self.caches, groups)
         self.groups = groups
-        self.free = [random.Random(group).sample(range(1, num_blocks), num_blocks - 1) for group in range(len(self.group_specs))]
+        self.free = [
+            random.Random(group).sample(range(1, num_blocks), num_blocks - 1) for group in range(len(self.group_specs))
+        ]
         self.sequences: list[Sequence] = []
 
     def add(self, tokens: list[int], shared: Sequence | None = None, shared_tokens: int = 0) -> Sequence:
@@ -120,7 +123,7 @@ class Driver:
 
 
 def spread_weights(model: Any, seed: int = 0, std: float = 0.25) -> None:
-    """Random weights under which every part of a model matters: large enough that logits spread, no norm at one, no bias at zero."""
+    """Random weights under which every part of a model matters: logits spread, no norm is at one, no bias at zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -134,7 +137,7 @@ def spread_weights(model: Any, seed: int = 0, std: float = 0.25) -> None:
 
 
 def save_random(config: Any, path: Path, seed: int = 0, std: float = 0.25) -> Any:
-    """A random model of `config`, saved to `path`; returned as transformers' reference in float32 with eager attention."""
+    """A random model of `config`, saved to `path`; returned as the reference, in float32 with eager attention."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
@@ -170,7 +173,7 @@ def check_sequence(sequence: Sequence, reference: Any, tolerance: float = 2e-4, 
 
 
 def check_all_schedules(model: CausalLM, reference: Any, length: int = 70, tolerance: float = 2e-4) -> None:
-    """Whole prompt, chunks, token by token, a mixed batch, and a prefix hit: logits at every position are transformers'."""
+    """Whole prompt, chunks, token by token, a mixed batch, a prefix hit: all logits are the reference's."""
     vocab = model.vocab_size
     prompts = [random_tokens(vocab, length - 9 * index, seed=index) for index in range(4)]
 

@@ -41,7 +41,9 @@ def compress(reference: Any, path: Path, scheme: WeightScheme) -> None:
     """
     writer = ShardWriter(path)
     modules = {
-        name: module for name, module in reference.named_modules() if isinstance(module, torch.nn.Linear) and name != "lm_head"
+        name: module
+        for name, module in reference.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
     }
     for name, module in modules.items():
         if name == KEPT_DENSE:
@@ -77,7 +79,9 @@ def round_weight(weight: torch.Tensor, scheme: WeightScheme) -> tuple[torch.Tens
 
 @pytest.mark.parametrize("route", ["native", "transformers"])
 @pytest.mark.parametrize("scheme", [W4A16, W4A16_ASYM, W8A16], ids=["W4A16", "W4A16_ASYM", "W8A16"])
-def test_compressed_tensors_logits_equal_the_dequantized_model(scheme: WeightScheme, route: str, tmp_path: Path) -> None:
+def test_compressed_tensors_logits_equal_the_dequantized_model(
+    scheme: WeightScheme, route: str, tmp_path: Path
+) -> None:
     reference = save_random(LlamaConfig(**SIZES), tmp_path, std=0.15)
     compress(reference, tmp_path, scheme)
     model = load(tmp_path, model_impl=route)
@@ -134,7 +138,9 @@ def run(model: Any, tokens: list[int], chunk: int | None = None) -> torch.Tensor
     return torch.stack([sequence.logits[position] for position in range(len(tokens))])
 
 
-@pytest.mark.parametrize("config", [LlamaConfig(**SIZES), Olmo2Config(**SIZES), MixtralConfig(**SIZES, num_local_experts=2)])
+@pytest.mark.parametrize(
+    "config", [LlamaConfig(**SIZES), Olmo2Config(**SIZES), MixtralConfig(**SIZES, num_local_experts=2)]
+)
 def test_dummy_weights_need_the_configuration_alone(config: Any, tmp_path: Path) -> None:
     config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
     config.save_pretrained(tmp_path)

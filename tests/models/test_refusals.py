@@ -74,7 +74,7 @@ def test_architecture_is_refused_by_name_before_anything_is_read(architecture: s
 
 def test_unknown_model_type_is_refused() -> None:
     checkpoint = Untouchable({"architectures": ["NobodyForCausalLM"], "model_type": "nobody", "auto_map": {"x": "y.z"}})
-    with pytest.raises(UnsupportedModelError, match="NobodyForCausalLM.*'nobody'"):
+    with pytest.raises(UnsupportedModelError, match=r"NobodyForCausalLM.*'nobody'"):
         load_model(checkpoint, dtype=torch.float32)
 
 
@@ -85,7 +85,7 @@ def test_no_architecture_is_refused() -> None:
 
 def test_native_can_be_forced_and_says_what_it_has() -> None:
     checkpoint = Untouchable({**ROUTE_CASES["opt"].to_dict(), "architectures": ["OPTForCausalLM"]})
-    with pytest.raises(UnsupportedModelError, match="OPTForCausalLM has no native.*LlamaForCausalLM.*transformers"):
+    with pytest.raises(UnsupportedModelError, match=r"OPTForCausalLM has no native.*LlamaForCausalLM.*transformers"):
         load_model(checkpoint, dtype=torch.float32, model_impl="native")
 
 
@@ -97,7 +97,9 @@ def test_rope_that_is_not_written_natively_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"model_impl": "magic"}, {"quantization": "fp7"}, {"dtype": torch.float64}], ids=lambda value: next(iter(value))
+    "options",
+    [{"model_impl": "magic"}, {"quantization": "fp7"}, {"dtype": torch.float64}],
+    ids=lambda value: next(iter(value)),
 )
 def test_wrong_arguments_are_user_errors(options: dict[str, Any]) -> None:
     checkpoint = Untouchable({**NATIVE_CASES["llama"].to_dict(), "architectures": ["LlamaForCausalLM"]})
@@ -105,7 +107,10 @@ def test_wrong_arguments_are_user_errors(options: dict[str, Any]) -> None:
         load_model(checkpoint, **{"dtype": torch.float32, **options})
 
 
-IMPLEMENTATIONS = [("llama", "native", "model.layers.1.mlp.up_proj.weight"), ("opt", "transformers", "model.decoder.layers.1.fc1.weight")]
+IMPLEMENTATIONS = [
+    ("llama", "native", "model.layers.1.mlp.up_proj.weight"),
+    ("opt", "transformers", "model.decoder.layers.1.fc1.weight"),
+]
 
 
 @pytest.mark.parametrize(("name", "impl", "tensor"), IMPLEMENTATIONS)

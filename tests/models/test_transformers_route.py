@@ -1,4 +1,4 @@
-"""The generic route: logits equal transformers' own attention for families that are not written natively, and for some that are."""
+"""The generic route: logits equal transformers' own, for families without a native implementation and some with one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from test_native import CASES as NATIVE_CASES
 from transformers import (
     Gemma2Config,
     GPT2Config,
-    GptOssConfig,
     GPTNeoXConfig,
+    GptOssConfig,
     MixtralConfig,
     Olmo2Config,
     OPTConfig,
@@ -44,7 +44,9 @@ LONGROPE = {
 }
 CASES: dict[str, PreTrainedConfig] = {
     "gpt_neox": GPTNeoXConfig(**SMALL, rotary_pct=0.5, use_parallel_residual=True),
-    "gpt_neox-sequential": GPTNeoXConfig(**SMALL, rotary_pct=1.0, use_parallel_residual=False, tie_word_embeddings=True),
+    "gpt_neox-sequential": GPTNeoXConfig(
+        **SMALL, rotary_pct=1.0, use_parallel_residual=False, tie_word_embeddings=True
+    ),
     "opt": OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=32),
     "opt-projected": OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=16, do_layer_norm_before=False),
     "phi3": Phi3Config(**GROUPED, sliding_window=20),
@@ -63,7 +65,12 @@ CASES: dict[str, PreTrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(**GROUPED, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
     "gpt2": GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2),
     "gpt_oss": GptOssConfig(
-        **GROUPED, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=20, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+        **GROUPED,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=20,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
 }
 

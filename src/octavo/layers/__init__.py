@@ -1,1 +1,1 @@
-"""Building blocks of the natively written models. Each takes a few values and its weights, never a whole configuration."""
+"""Building blocks of the models. Each takes a few values and its weights, never a whole configuration."""

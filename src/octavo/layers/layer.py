@@ -15,14 +15,14 @@ class Layer(nn.Module):
     """A module whose call is its `forward`.
 
     A decoding step of a small model is some hundred calls of a few microseconds each. Hooks are not looked for, and
-    tensors are plain attributes rather than registered buffers, which spares two dictionary searches at each use. Layers
-    are built on their device and are not moved.
+    tensors are plain attributes rather than registered buffers, which spares two dictionary searches at each use.
+    Layers are built on their device and are not moved.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "forward" in cls.__dict__:
-            cls.__call__ = cls.__dict__["forward"]
+            cls.__call__ = cls.__dict__["forward"]  # type: ignore[method-assign]
 
 
 class Block:

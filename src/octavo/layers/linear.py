@@ -32,6 +32,7 @@ class Linear(Layer):
         self.in_features = parts[0].shape[1]
         self.packed = [ops.pack_weight(weight, dtype, device) for weight in merge_parts(parts)]
         self.bias = bias
+        self.dtype, self.device = dtype, torch.device(device)
 
     @classmethod
     def load(
@@ -53,6 +54,12 @@ class Linear(Layer):
             if self.bias is not None:
                 out += self.bias
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight [N, K], made anew at each call: for modeling code that looks at a layer's weight itself."""
+        rows = [torch.arange(packed.shape[0], device=self.device) for packed in self.packed]
+        return torch.cat([packed.rows(ids, self.dtype) for packed, ids in zip(self.packed, rows, strict=True)])
 
     @property
     def num_bytes(self) -> int:
@@ -80,4 +87,3 @@ def merge_parts(parts: Sequence[Weight]) -> list[Weight]:
 def _layout(weight: QuantizedWeight) -> tuple[object, ...]:
     """What must agree for parts to share one packed weight."""
     return (weight.scheme, weight.shape[1], weight.scale.shape[1], weight.scale.dtype, weight.offset is None)
-

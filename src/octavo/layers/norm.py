@@ -28,4 +28,3 @@ class RMSNorm(Layer):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, dtype={str(self.weight.dtype).removeprefix('torch.')}"
-

@@ -40,7 +40,7 @@ class RopeConfig:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], head_dim: int, max_position: int) -> RopeConfig:
-        """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before) from a `config.json`."""
+        """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before) from config.json."""
         given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         rope_type = given.pop("rope_type", None) or given.pop("type", None) or "default"
         given.pop("type", None)

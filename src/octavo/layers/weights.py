@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.checkpoint.quantized import QuantizedWeight
 from octavo.checkpoint.base import Checkpoint
+from octavo.checkpoint.quantized import QuantizedWeight
 from octavo.layers.quantize import quantize_weight
 
 Weight = Tensor | QuantizedWeight

@@ -49,7 +49,7 @@ class CausalLM(nn.Module):
         """The dtype of activations and of the KV cache."""
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
-        """What each layer keeps of a token, in layer order; `window` counts the tokens a query sees, itself included."""
+        """What each layer keeps of a token, in layer order; `window` counts the tokens a query sees, with its own."""
         return [
             KVCacheSpec(
                 kind="full" if layer.window is None else "sliding",

@@ -85,7 +85,9 @@ def common_fields(config: dict[str, Any]) -> dict[str, Any]:
 def _required(config: dict[str, Any], key: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or value <= 0:
-        raise CheckpointError(f"config.json: {key} is {value!r}, but must be a positive number; the file is incomplete.")
+        raise CheckpointError(
+            f"config.json: {key} is {value!r}, but must be a positive number; the file is incomplete."
+        )
     return value
 
 

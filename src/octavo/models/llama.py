@@ -1,4 +1,4 @@
-"""Llama, and what is Llama by configuration: SmolLM, Mistral (sliding window), Granite (multipliers), Yi, and others."""
+"""Llama, and what is Llama by configuration: SmolLM, Yi, Mistral (sliding window), Granite (multipliers)."""
 
 from __future__ import annotations
 

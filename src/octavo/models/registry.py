@@ -89,19 +89,20 @@ def architecture_of(checkpoint: Checkpoint) -> str:
     architectures = checkpoint.config.get("architectures") or []
     if not architectures:
         raise UnsupportedModelError(
-            f"{checkpoint.path}: config.json names no architecture (model_type {checkpoint.config.get('model_type')!r}); "
+            f"{checkpoint.path}: config.json names no architecture "
+            f"(model_type {checkpoint.config.get('model_type')!r}); "
             "add the class name of a causal language model under 'architectures'."
         )
     return str(architectures[0])
 
 
-def _check_arguments(
-    dtype: torch.dtype, device: torch.device | str, model_impl: str, quantization: str | None
-) -> None:
+def _check_arguments(dtype: torch.dtype, device: torch.device | str, model_impl: str, quantization: str | None) -> None:
     if model_impl not in MODEL_IMPLS:
         raise UserError(f"model_impl {model_impl!r} is not one of {', '.join(MODEL_IMPLS)}", param="model_impl")
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype} is not one of float32, bfloat16, float16", param="dtype")
     if dtype == torch.float16 and torch.device(device).type == "cpu":
-        logger.warning("float16 on a CPU is computed slowly and overflows beyond 65504; bfloat16 or float32 serve better")
+        logger.warning(
+            "float16 on a CPU is computed slowly and overflows beyond 65504; bfloat16 or float32 serve better"
+        )
     check_quantization(quantization)

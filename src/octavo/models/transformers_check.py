@@ -1,4 +1,4 @@
-"""Can the generic route serve an architecture right? Decided from its class and from one dry run, before any weight is read.
+"""Can the generic route serve an architecture right? Decided by its class and a dry run, before any weight is read.
 
 The dry run calls the model on the meta device (shapes without values) with an attention function that writes down what
 it was given. So the number of layers that attend, their heads, windows, soft caps and scales are what the modeling code
@@ -24,8 +24,24 @@ IMPLEMENTATION = "octavo_paged"
 SERVED_LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
 # What modeling code hands to every attention function and what changes nothing here.
 _NEUTRAL_ARGUMENTS = frozenset(
-    "dropout scaling sliding_window softcap s_aux is_causal position_ids use_cache output_attentions "
-    "output_hidden_states output_router_logits position_embeddings training return_dict cache_position layer_idx".split()
+    {
+        "cache_position",
+        "dropout",
+        "is_causal",
+        "layer_idx",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "s_aux",
+        "scaling",
+        "sliding_window",
+        "softcap",
+        "training",
+        "use_cache",
+    }
 )
 _PROBE_TOKENS = 3
 
@@ -102,25 +118,29 @@ def _call_problems(
     if not (getattr(module, "is_causal", True) and arguments.get("is_causal", True) is not False):
         problems.append("its attention is not causal")
     unknown = [
-        name for name, value in arguments.items() if name not in _NEUTRAL_ARGUMENTS and value is not None and value is not False
+        name
+        for name, value in arguments.items()
+        if name not in _NEUTRAL_ARGUMENTS and value is not None and value is not False
     ]
     if unknown:
         problems.append(f"its attention takes {', '.join(sorted(unknown))}, which the paged attention does not know")
     return problems
 
 
-def model_class(architecture: str, config: Any) -> type:
+def model_class(architecture: str, config: Any) -> Any:
     """The causal language model of transformers that `config.json` names, or the refusal."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise refusal(architecture, f"transformers has no causal language model for model_type {config.model_type!r}")
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     classes = found if isinstance(found, (tuple, list)) else (found,)
     for candidate in classes:
         if candidate.__name__ == architecture:
             return candidate
-    raise refusal(architecture, f"it is not the causal language model of model_type {config.model_type!r} ({classes[0].__name__})")
+    raise refusal(
+        architecture, f"it is not the causal language model of model_type {config.model_type!r} ({classes[0].__name__})"
+    )
 
 
 def check_class(architecture: str, cls: Any, config: Any) -> None:
@@ -130,6 +150,7 @@ def check_class(architecture: str, cls: Any, config: Any) -> None:
         raise refusal(architecture, "its layers are configured one by one")
     source = inspect.getsource(sys.modules[cls.__module__])
     reasons = [
+        (text is not config, "it takes images, sound or video beside text"),
         (getattr(config, "is_encoder_decoder", False), "it is an encoder-decoder"),
         (getattr(cls, "_is_stateful", False), "it keeps a recurrent state beside or instead of a KV cache"),
         (getattr(text, "kv_lora_rank", None), "its attention keeps latent vectors (MLA)"),
@@ -138,7 +159,10 @@ def check_class(architecture: str, cls: Any, config: Any) -> None:
         (getattr(text, "use_bidirectional_attention", None) in (True, "all"), "its attention is not causal"),
         ("self.is_decoder" in source and getattr(text, "is_decoder", True) is False, "its attention is not causal"),
         ("create_position_ids_from_input_ids" in source, "its positions depend on padding tokens"),
-        (not getattr(cls, "_supports_attention_backend", False), "its code does not call transformers' AttentionInterface"),
+        (
+            not getattr(cls, "_supports_attention_backend", False),
+            "its code does not call transformers' AttentionInterface",
+        ),
         ("ALL_ATTENTION_FUNCTIONS" not in source, "its code does not call transformers' AttentionInterface"),
     ]
     for wrong, reason in reasons:
@@ -156,14 +180,18 @@ def check_calls(architecture: str, recorder: Recorder, config: Any) -> list[Atte
         raise refusal(architecture, recorder.problems[0])
     layers = text.num_hidden_layers
     if len(calls) != layers or len({id(call.module) for call in calls}) != layers:
-        raise refusal(architecture, f"{len(calls)} attention calls were seen in {layers} layers, where each must attend once")
+        raise refusal(
+            architecture, f"{len(calls)} attention calls were seen in {layers} layers, where each must attend once"
+        )
     types = getattr(text, "layer_types", None) or []
     for index, (call, kind) in enumerate(zip(calls, types, strict=False)):
         if (kind == "sliding_attention") != (call.window is not None):
-            raise refusal(architecture, f"layer {index} is {kind!r}, but its attention was given the window {call.window}")
-    if not types and getattr(text, "sliding_window", None) and all(call.window is None for call in calls):
-        if getattr(text, "use_sliding_window", True):
-            raise refusal(architecture, f"its attention was not given the configured window {text.sliding_window}")
+            raise refusal(
+                architecture, f"layer {index} is {kind!r}, but its attention was given the window {call.window}"
+            )
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    if window and not types and all(call.window is None for call in calls):
+        raise refusal(architecture, f"its attention was not given the configured window {window}")
     return calls
 
 
@@ -185,6 +213,6 @@ def dry_run(architecture: str, body: nn.Module) -> Recorder:
 def refusal(architecture: str, reason: str) -> UnsupportedModelError:
     """The error for an architecture that would be served wrong, with what can be done."""
     return UnsupportedModelError(
-        f"{architecture} cannot be served: {reason}. Served are causal language models of transformers whose layers all "
-        "use full or sliding-window attention through AttentionInterface. Choose such a model, or another engine."
+        f"{architecture} cannot be served: {reason}. Served are causal language models of transformers whose layers "
+        "all use full or sliding-window attention through AttentionInterface. Choose such a model, or another engine."
     )

@@ -1,8 +1,8 @@
 """Any causal language model of transformers on the paged KV cache, through `AttentionInterface`.
 
-transformers' modeling code runs as it is, on a packed row of tokens [1, T] with explicit positions and without a cache of
-its own. Its attention calls come here, where keys and values are written to the pages and attention reads them. The
-implementation has a name that transformers knows no mask for, so none is built.
+transformers' modeling code runs as it is, on a packed row of tokens [1, T] with explicit positions and without a cache
+of its own. Its attention calls come here, where keys and values are written to the pages and attention reads them.
+The implementation has a name that transformers knows no mask for, so none is built.
 """
 
 from __future__ import annotations
@@ -182,9 +182,11 @@ def _probe(architecture: str, cls: Any, config: Any, max_position: int) -> tuple
 def _build_config(architecture: str, content: dict[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
-    model_type = content.get("model_type")
+    model_type = str(content.get("model_type"))
     if model_type not in CONFIG_MAPPING:
-        raise refusal(architecture, f"transformers knows no model_type {model_type!r} (code of a checkpoint is never run)")
+        raise refusal(
+            architecture, f"transformers knows no model_type {model_type!r} (code of a checkpoint is never run)"
+        )
     kept = {key: value for key, value in content.items() if key not in ("quantization_config", "auto_map")}
     try:
         return CONFIG_MAPPING[model_type].from_dict(kept)
@@ -215,7 +217,7 @@ def parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -230,25 +232,28 @@ def freeze_rope(model: nn.Module, max_position: int) -> None:
     takes its long factors when that exceeds the original context. Dynamic NTK equals plain frequencies up to
     `max_position_embeddings`, beyond which nothing is served.
     """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
-            if kind == "longrope":
-                parameters = module.config.rope_parameters  # type: ignore[union-attr]
-                parameters = parameters if layer_type is None else parameters[layer_type]
-                original = parameters["original_max_position_embeddings"]
-                longest = original + 1 if max_position > original else original
-                extra = {} if layer_type is None else {"layer_type": layer_type}
-                name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
-                device = getattr(module, name).device
-                frequencies, _ = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=longest, **extra)  # type: ignore[arg-type]
-                setattr(module, name, frequencies)
-        if isinstance(kinds, dict):
+        kinds: Any = getattr(module, "rope_type", None)
+        if isinstance(kinds, dict):  # frequencies by kind of layer
+            for layer_type, kind in kinds.items():
+                _choose_longrope(module, kind, max_position, layer_type)
             module.rope_type = {name: _frozen(kind) for name, kind in kinds.items()}  # type: ignore[assignment]
         elif isinstance(kinds, str):
+            _choose_longrope(module, kinds, max_position, None)
             module.rope_type = _frozen(kinds)  # type: ignore[assignment]
+
+
+def _choose_longrope(module: Any, kind: str, max_position: int, layer_type: str | None) -> None:
+    if kind != "longrope":
+        return
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = module.config.rope_parameters
+    original = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
+    name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
+    extra: dict[str, Any] = {} if layer_type is None else {"layer_type": layer_type}
+    longest = original + 1 if max_position > original else original
+    setattr(module, name, ROPE_INIT_FUNCTIONS[kind](module.config, getattr(module, name).device, longest, **extra)[0])
 
 
 def _frozen(kind: str) -> str:
