@@ -40,9 +40,9 @@ OPERATIONS = (_RMS_NORM, _ADD_RMS_NORM, _SILU_MUL, _GELU_TANH_MUL, _ROTARY_AND_S
 
 # The candidates of `linear`, fastest first; a weight is packed once for the first that takes it.
 LAYOUTS = (
-    Layout("cpu tiles", cpu_weights.rejects, cpu_weights.pack),
-    Layout("torch dense", TorchDense.rejects, TorchDense),
-    Layout("torch dequantize", TorchQuantized.rejects, TorchQuantized),
+    Layout("cpu tiles", cpu_weights.rejects, cpu_weights.pack, "AVX-512; bf16, 4- and 8-bit groups, int8 x int8"),
+    Layout("torch dense", TorchDense.rejects, TorchDense, "oneDNN or BLAS"),
+    Layout("torch dequantize", TorchQuantized.rejects, TorchQuantized, "the reference"),
 )
 
 
@@ -143,4 +143,19 @@ def report(device: torch.device | str = "cpu") -> list[tuple[str, str, bool, str
     """(operation, candidate, chosen, reason) of every candidate for `default_dtype(device)`, for `octavo info`."""
     device = torch.device(device)
     dtype = default_dtype(device)
-    return [row for operation in OPERATIONS for row in operation.report(device.type, dtype)]
+    rows = [row for operation in OPERATIONS for row in operation.report(device.type, dtype)]
+    return _report_layouts(dtype, device) + rows
+
+
+def _report_layouts(dtype: torch.dtype, device: torch.device) -> list[tuple[str, str, bool, str]]:
+    """The candidates of `linear` for a plain weight; quantized ones may take another (`PackedWeight.describe`)."""
+    rows = []
+    taken = False
+    for layout in LAYOUTS:
+        reason = layout.rejects(torch.empty(16, 64, device=device), dtype, device)
+        chosen = reason is None and not taken
+        if reason is None:
+            reason = layout.note if chosen else "a faster one serves plain weights"
+        taken = taken or chosen
+        rows.append(("linear", layout.name, chosen, reason))
+    return rows

@@ -88,6 +88,7 @@ class Layout:
     name: str
     rejects: Callable[[Tensor | QuantizedWeightLike, torch.dtype, torch.device], str | None]
     pack: Callable[[Tensor | QuantizedWeightLike, torch.dtype, torch.device], PackedWeight]
+    note: str = ""
 
 
 class TorchDense(PackedWeight):

@@ -35,11 +35,11 @@ static inline __m512 silu(__m512 x) {
     return _mm512_div_ps(x, _mm512_add_ps(one, exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x))));
 }
 
-static inline __m512 gelu_tanh(__m512 x) {  // x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
+static inline __m512 gelu_tanh(__m512 x) {  // x / 2 (1 + tanh(y)) = x / (1 + e^(-2 y)), without cancellation
     const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
-    const __m512 inner = _mm512_mul_ps(_mm512_set1_ps(0.79788456f), _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x));
-    const __m512 half = _mm512_mul_ps(x, _mm512_set1_ps(0.5f));
-    return _mm512_fmadd_ps(half, tanh_ps(inner), half);
+    const __m512 y = _mm512_mul_ps(_mm512_set1_ps(0.79788456f), _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x));
+    const __m512 power = exp_ps(_mm512_mul_ps(_mm512_set1_ps(-2.0f), y));
+    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), power));
 }
 
 template <bool GELU>

@@ -1,0 +1,215 @@
+"""Packed products against float32 products of the dequantized weight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo import ops
+from octavo.checkpoint.quantized import QuantizedWeight
+from octavo.checkpoint.scheme import ActivationScheme, WeightScheme
+from octavo.errors import UserError
+from octavo.ops import reference
+from octavo.ops.cpu import library
+from octavo.ops.packed_weight import TorchQuantized
+
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 13, 20, 31, 40)
+CPU = torch.device("cpu")
+needs_kernels = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
+
+
+def quantized(n: int, k: int, kind: str, group: int | None, generator: torch.Generator) -> QuantizedWeight:
+    """A random weight: 4 or 8 bits, then s (symmetric), z (zero points), m (free offsets) or a (int8 inputs)."""
+    bits = int(kind[0])
+    columns = k // 2 if bits == 4 else k
+    codes = torch.randint(0, 256, (n, columns), generator=generator, dtype=torch.uint8)
+    codes = codes if bits == 4 else codes.view(torch.int8)
+    shape = (n, k // (group or k))
+    scale = torch.rand(shape, generator=generator) * 0.01 + 0.001
+    scale = scale.to(torch.float16 if kind[1] == "m" else torch.bfloat16)
+    offset = None
+    if kind == "4s":
+        offset = -8 * scale
+    elif kind[1] == "z":
+        offset = -torch.randint(0, 16, shape, generator=generator).to(scale.dtype) * scale
+    elif kind[1] == "m":
+        offset = (torch.randn(shape, generator=generator) * 0.05).to(scale.dtype)
+    activations = ActivationScheme() if kind[1] == "a" else None
+    strategy = "group" if group else "channel"
+    scheme = WeightScheme(bits, "int", offset is None or kind == "4s", strategy, group, activations)
+    return QuantizedWeight(scheme, (n, k), codes, scale, offset)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.float() - expected).norm() / expected.norm())
+
+
+def check(
+    weight: Tensor | QuantizedWeight, expected_weight: Tensor, tolerance: float, generator: torch.Generator
+) -> None:
+    packed = ops.pack_weight(weight, torch.bfloat16)
+    n, k = expected_weight.shape
+    assert packed.shape == (n, k)
+    bias = torch.randn(n, generator=generator).bfloat16()
+    for rows in ROWS:
+        x = torch.randn(rows, k, generator=generator).bfloat16()
+        expected = x.float() @ expected_weight.T
+        y = ops.linear(x, packed, out_dtype=torch.float32)
+        assert y.dtype == torch.float32
+        assert relative_error(y, expected) < tolerance, rows
+        y = ops.linear(x, packed, bias)
+        assert y.dtype == torch.bfloat16
+        assert relative_error(y, expected + bias.float()) < 6e-3, rows
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (576, 576), (100, 96), (33, 160), (17, 1536), (1, 2), (16, 34)])
+def test_dense(n: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(n * k)
+    weight = torch.randn(n, k, generator=generator).bfloat16()
+    # A sum of bfloat16 products in float32 differs by its order only; torch's own sums may round to bfloat16.
+    tolerance = 1e-5 if library.unavailable() is None else 6e-3
+    check(weight, weight.float(), tolerance, generator)
+
+
+@pytest.mark.parametrize("kind", ["4s", "4z", "4m", "8s", "8m"])
+@pytest.mark.parametrize(("n", "k", "group"), [(576, 576, 64), (100, 96, 32), (33, 512, 128), (17, 1536, None)])
+def test_groups(n: int, k: int, group: int | None, kind: str) -> None:
+    generator = torch.Generator().manual_seed(n * k)
+    weight = quantized(n, k, kind, group, generator)
+    # From some number of rows on the weights are rounded to bfloat16 (2^-9) before the product.
+    check(weight, weight.dequantize(torch.float32), 4e-3, generator)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["4s", "8s"])
+def test_few_rows_round_nothing_but_the_scales(kind: str) -> None:
+    """Below the threshold codes are exact and bfloat16 scales fit in fp16, so only the order of the sum differs."""
+    generator = torch.Generator().manual_seed(5)
+    weight = quantized(96, 256, kind, 32, generator)
+    packed = ops.pack_weight(weight, torch.bfloat16)
+    x = torch.randn(4, 256, generator=generator).bfloat16()
+    expected = x.double() @ weight.dequantize(torch.float32).double().T
+    y = ops.linear(x, packed, out_dtype=torch.float32)
+    assert relative_error(y, expected.float()) < 2e-6
+
+
+def test_a_row_of_tiny_and_of_zero_scales_keeps_its_values() -> None:
+    generator = torch.Generator().manual_seed(6)
+    weight = quantized(32, 128, "4z", 32, generator)
+    for scale in (weight.scale, weight.offset):
+        assert scale is not None
+        scale[3] *= 1e-6
+        scale[4] *= 1e6
+        scale[5] = 0
+    assert weight.offset is not None
+    weight.offset[6] = 3.0
+    weight.scale[6] = 0
+    x = torch.randn(2, 128, generator=generator).bfloat16()
+    y = ops.linear(x, ops.pack_weight(weight, torch.bfloat16), out_dtype=torch.float32)
+    expected = x.float() @ weight.dequantize(torch.float32).T
+    for row in range(8):
+        error = (y[:, row] - expected[:, row]).abs().max()
+        assert error <= 4e-3 * expected[:, row].abs().max(), row
+
+
+@pytest.mark.parametrize(("n", "k"), [(100, 96), (576, 1536)])
+def test_int8_inputs(n: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(7)
+    weight = quantized(n, k, "8a", None, generator)
+    packed = ops.pack_weight(weight, torch.bfloat16)
+    for rows in ROWS:
+        x = torch.randn(rows, k, generator=generator).bfloat16()
+        codes, scale = reference.quantize_rows(x)
+        product = codes.long() @ weight.codes.long().T
+        expected = product.float() * scale * weight.scale.float().T
+        assert relative_error(ops.linear(x, packed, out_dtype=torch.float32), expected) < 1e-6
+        assert relative_error(ops.linear(x, packed), expected) < 4e-3
+
+
+def test_int8_inputs_of_zero_and_of_one_outlier() -> None:
+    generator = torch.Generator().manual_seed(8)
+    weight = quantized(48, 64, "8a", None, generator)
+    x = torch.zeros(2, 64, dtype=torch.bfloat16)
+    x[1, 5] = -1e30
+    y = ops.linear(x, ops.pack_weight(weight, torch.bfloat16), out_dtype=torch.float32)
+    assert torch.equal(y[0], torch.zeros(48))
+    torch.testing.assert_close(y[1], -1e30 * weight.dequantize(torch.float32)[:, 5], rtol=1e-2, atol=0)
+
+
+def test_int8_inputs_with_grouped_weights_take_the_torch_layout() -> None:
+    generator = torch.Generator().manual_seed(9)
+    grouped = quantized(32, 64, "8s", 32, generator)
+    scheme = WeightScheme(8, "int", True, "group", 32, ActivationScheme())
+    weight = QuantizedWeight(scheme, grouped.shape, grouped.codes, grouped.scale)
+    packed = ops.pack_weight(weight, torch.bfloat16)
+    assert isinstance(packed, TorchQuantized)
+    x = torch.randn(3, 64, generator=generator).bfloat16()
+    codes, scale = reference.quantize_rows(x)
+    expected = (codes.float() * scale) @ weight.dequantize(torch.float32).T
+    assert relative_error(ops.linear(x, packed, out_dtype=torch.float32), expected) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["dense", "4s", "4m", "8s", "8m", "8a"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows(kind: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(10)
+    if kind == "dense":
+        weight: Tensor | QuantizedWeight = torch.randn(50, 64, generator=generator).bfloat16()
+        expected = weight
+    else:
+        weight = quantized(50, 64, kind, None if kind == "8a" else 32, generator)
+        expected = weight.dequantize(torch.float32)
+    packed = ops.pack_weight(weight, torch.bfloat16)
+    ids = torch.tensor([[0, 49, 17], [16, 15, 0]])
+    rows = packed.rows(ids, dtype)
+    assert rows.dtype == dtype
+    assert rows.shape == (2, 3, 64)
+    torch.testing.assert_close(rows.float(), expected[ids].float(), rtol=1e-2 if kind[1] == "m" else 4e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dense", "4m", "8s", "8a"])
+def test_float32_goes_through_torch(kind: str) -> None:
+    generator = torch.Generator().manual_seed(11)
+    weight: Tensor | QuantizedWeight
+    if kind == "dense":
+        weight = torch.randn(20, 64, generator=generator)
+        expected_weight = weight
+    else:
+        weight = quantized(20, 64, kind, None if kind == "8a" else 32, generator)
+        expected_weight = weight.dequantize(torch.float32)
+    x = torch.randn(3, 64, generator=generator)
+    bias = torch.randn(20, generator=generator)
+    y = ops.linear(x, ops.pack_weight(weight, torch.float32), bias)
+    if kind == "8a":
+        codes, scale = reference.quantize_rows(x)
+        x = codes.float() * scale
+    torch.testing.assert_close(y, x @ expected_weight.T + bias, rtol=1e-4, atol=1e-4)
+
+
+def test_unserved_schemes_are_refused_by_name() -> None:
+    generator = torch.Generator().manual_seed(12)
+    weight = quantized(16, 32, "8s", 32, generator)
+    static = ActivationScheme(dynamic=False)
+    weight.scheme = WeightScheme(8, "int", True, "group", 32, static)
+    with pytest.raises(UserError, match=r"activations with .* have no kernel"):
+        ops.pack_weight(weight, torch.bfloat16)
+    weight.scheme = WeightScheme(8, "float", True, "channel")
+    with pytest.raises(UserError, match="type float with 8 bits"):
+        ops.pack_weight(weight, torch.bfloat16)
+
+
+def test_describe_names_layout_shape_and_size() -> None:
+    packed = ops.pack_weight(torch.zeros(1024, 512), torch.float32)
+    assert packed.describe() == "torch dense [1024, 512], 2.0 MiB"
+    assert packed.num_bytes == 1024 * 512 * 4
+
+
+@needs_kernels
+def test_packed_sizes() -> None:
+    generator = torch.Generator().manual_seed(13)
+    n, k = 64, 256
+    four = ops.pack_weight(quantized(n, k, "4s", 32, generator), torch.bfloat16)
+    assert four.num_bytes == n * k // 2 + n * k // 32 * 2 + n * 4  # codes, fp16 scales, a factor a row
+    with_offset = ops.pack_weight(quantized(n, k, "4m", 32, generator), torch.bfloat16)
+    assert with_offset.num_bytes == four.num_bytes + n * k // 32 * 2
