@@ -67,13 +67,15 @@ class FakeClient:
         try:
             while self.is_held:
                 await asyncio.sleep(0.01)
-            for i, item in enumerate(self.script):
+            script = self.script
+            for i, item in enumerate(script):
                 if isinstance(item, BaseException):
                     raise item
                 if isinstance(item, float):
                     await asyncio.sleep(item)
                     continue
-                is_over = i == len(self.script) - 1
+                await asyncio.sleep(0)  # as waiting for a real engine would
+                is_over = i == len(script) - 1
                 yield EngineOutput(request_id, item, finish_reason="length" if is_over else None)
         finally:
             self.running.remove(request_id)

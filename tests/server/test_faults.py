@@ -122,12 +122,15 @@ def test_a_dead_engine_turns_health_and_requests_into_503(tokenizer: Any) -> Non
 
 
 def test_a_slow_client_does_not_hold_the_others_up(tokenizer: Any) -> None:
-    client = FakeClient([[100]] * 100)
+    client = FakeClient([[100]] * 60_000)  # more than the sockets' buffers take
     with app_server(client, ServerConfig(), tokenizer) as server:
         with httpx.stream("POST", server.url + "/v1/completions", json=BODY | {"stream": True}) as lazy:
             assert lazy.status_code == 200
+            client.script = [[100]]
             assert server.post("/v1/completions", BODY).status_code == 200
+            assert len(client.running) == 1
         wait_until(lambda: not client.running, "nothing was to be left running")
+    assert len(client.aborted) == 1
 
 
 def test_api_keys(tokenizer: Any) -> None:

@@ -73,6 +73,10 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
+        for name in ("api_key", "allowed_origins", "served_model_name"):
+            value = getattr(self, name)
+            if isinstance(value, str):  # one value, as YAML and keyword arguments have it
+                setattr(self, name, [value])
         self._check_range("port", 0, 65535)
         self._check_range("max_num_queued_reqs", 0)
         self._check_range("max_logprobs", -1)
