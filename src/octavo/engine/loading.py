@@ -10,8 +10,7 @@ import torch
 
 from octavo import ops
 from octavo.checkpoint.base import Checkpoint
-from octavo.checkpoint.reader import DummyCheckpoint, open_checkpoint
-from octavo.checkpoint.source import resolve_model
+from octavo.checkpoint.reader import open_checkpoint
 from octavo.core.cache_groups import CacheGroup, group_layers
 from octavo.engine.config import EngineConfig
 from octavo.errors import UserError
@@ -38,10 +37,7 @@ def load(config: EngineConfig) -> LoadedModel:
     """Open the checkpoint and build the model on its device."""
     device = _pick_device(config.device)
     dtype = _pick_dtype(config.dtype, device)
-    if config.load_format == "dummy":
-        checkpoint: Checkpoint = DummyCheckpoint(resolve_model(config.model), seed=config.seed)
-    else:
-        checkpoint = open_checkpoint(config.model)
+    checkpoint = open_checkpoint(config.model, load_format=config.load_format, seed=config.seed)
     model = load_model(checkpoint, dtype=dtype, device=device, model_impl=config.model_impl)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
     specs = [replace(spec, bytes_per_element=kv_dtype.itemsize) for spec in model.kv_cache_specs()]

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from octavo.checkpoint.base import Checkpoint
-from octavo.checkpoint.reader import open_checkpoint
+from octavo.checkpoint import reader
 from octavo.errors import CheckpointError, UserError
 
 
-def load_tokenizer(model: str | Path | Checkpoint, tokenizer: str | None = None) -> Any:
-    """The tokenizer of a model, or of `tokenizer` when that is given.
+def load_tokenizer(model: str, tokenizer: str | None = None) -> Any:
+    """The tokenizer of a model, or `tokenizer` (a directory, a .gguf file or a Hugging Face id) when that is given.
 
-    Raises CheckpointError when the model brings none.
+    Raises CheckpointError when there is none.
     """
-    if tokenizer is not None:
-        return open_checkpoint(tokenizer).load_tokenizer()
-    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-    return checkpoint.load_tokenizer()
+    return reader.load_tokenizer(tokenizer or model)
 
 
 def render_chat(
