@@ -117,7 +117,7 @@ def _rows(spec: CalibrationSpec) -> tuple[Iterable[Any], str, bool]:
 
 def _split(datasets: Mapping[str, Any], split: str | None) -> Iterable[Any]:
     name = split or next((key for key in ("train", "calibration", "train_sft") if key in datasets), None)
-    if name not in datasets:
+    if name is None or name not in datasets:
         raise UserError(f"splits is {split!r}; the data set has {sorted(datasets)}", param="splits")
     return datasets[name]
 
@@ -198,7 +198,7 @@ def _windows(texts: Iterator[str], length: int, limit: int | None, tokenizer: An
     step = length - len(first)
     tokens: list[int] = []
     for text in texts:
-        tokens = list(chain(tokens, tokenizer(text, add_special_tokens=False)["input_ids"]))
+        tokens = list(chain(tokens, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]))
         if limit is not None and len(tokens) >= limit * step:
             break
     count = len(tokens) // step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from octavo.checkpoint.scheme import WeightScheme
 from octavo.checkpoint.shards import SHARD_BYTES
 from octavo.checkpoint.writer import (
     CompressedGroup,
@@ -28,15 +30,31 @@ RECIPE = "recipe.yaml"
 
 
 def quantization_config(plan: Plan) -> dict[str, Any]:
-    """config.json's quantization_config for a plan. One scheme is said of all Linear modules, several by full names."""
-    by_scheme: dict[Any, list[str]] = {}
+    """config.json's quantization_config for a plan.
+
+    One scheme is said of all Linear modules; several by the last parts of the names where these tell the schemes apart
+    ("mlp.down_proj"), else by full names.
+    """
+    by_scheme: dict[WeightScheme, list[str]] = {}
     for name, assignment in plan.layers.items():
         by_scheme.setdefault(assignment.scheme, []).append(name)
     if len(by_scheme) == 1:
         groups = [CompressedGroup(scheme) for scheme in by_scheme]
     else:
-        groups = [CompressedGroup(scheme, targets=tuple(names)) for scheme, names in by_scheme.items()]
+        endings = [{_ending(name) for name in names} for names in by_scheme.values()]
+        distinct = sum(map(len, endings)) == len(set().union(*endings))
+        groups = [
+            CompressedGroup(
+                scheme, tuple(f"re:.*{re.escape(end)}$" for end in sorted(ends)) if distinct else tuple(names)
+            )
+            for (scheme, names), ends in zip(by_scheme.items(), endings, strict=True)
+        ]
     return compressed_tensors_config(groups, ignore=plan.dense)
+
+
+def _ending(name: str) -> str:
+    """The last two parts of a module's name."""
+    return ".".join(name.split(".")[-2:])
 
 
 def write_checkpoint(

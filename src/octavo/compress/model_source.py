@@ -178,7 +178,7 @@ def open_source(model: Any, tokenizer: Any = None, keep: bool = False) -> ModelS
 
 def has_amx() -> bool:
     """Whether the CPU multiplies bfloat16 tiles; without them bfloat16 layers are no faster than float32 ones."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("amx_bf16", False))
 
 

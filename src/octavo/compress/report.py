@@ -70,7 +70,7 @@ def _summary(parts: dict[str, Part], results: list[LayerResult]) -> dict[str, An
         for name, part in parts.items()
         if part.before or part.after
     ]
-    report = {"before_bytes": before, "after_bytes": after, "saved_percent": 100 * (1 - after / before)}
+    report: dict[str, Any] = {"before_bytes": before, "after_bytes": after, "saved_percent": 100 * (1 - after / before)}
     report |= {"ideal_percent": ideal, "bits_a_weight": bits, "parts": rows}
     report["explanation"] = _explanation(parts, before, ideal, bits, width, report["saved_percent"])
     return report

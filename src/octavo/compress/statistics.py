@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class InputStatistics:
             if self.kind == "hessian":
                 _add_gram(self._sum, chunk)
             else:
-                self._sum += chunk.float().square_().sum(dim=0)
+                self._sum += chunk.float().square().sum(dim=0)
 
     def hessian(self) -> Tensor:
         """X'X, float32 [K, K], symmetric."""
@@ -65,7 +66,7 @@ def _add_gram(total: Tensor, rows: Tensor) -> None:
 @contextmanager
 def _bfloat16_products(wanted: bool) -> Iterator[None]:
     """float32 matrix products on the CPU may round their inputs to bfloat16 inside (harmless if they are bfloat16)."""
-    matmul = torch.backends.mkldnn.matmul
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     if wanted:
         matmul.fp32_precision = "bf16"

@@ -23,7 +23,8 @@ class QuantizationModifier(Modifier):
 
     `scheme` is a preset ("W4A16", "W8A16", "W8A8") or {preset: targets}; `config_groups` spells schemes out instead.
     `group_size` replaces the preset's. `weight_observer` chooses the scales: minmax, mse, signed (the default), and
-    imatrix_mse and imatrix_signed, which weigh errors by the inputs seen in calibration. The argument names are LLM Compressor's, except group_size.
+    imatrix_mse and imatrix_signed, which weigh errors by the inputs seen in calibration. The argument names are LLM
+    Compressor's, except group_size.
     """
 
     targets: str | list[str] = "Linear"
