@@ -63,7 +63,9 @@ CASES: dict[str, PreTrainedConfig] = {
     "mixtral": MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2),
     "mixtral-window": MixtralConfig(**GROUPED, num_local_experts=12, num_experts_per_tok=2, sliding_window=20),
     "qwen3_moe": Qwen3MoeConfig(**GROUPED, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
-    "gpt2": GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2),
+    "gpt2": GPT2Config(
+        vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=128, pad_token_id=0, bos_token_id=1, eos_token_id=2
+    ),
     "gpt_oss": GptOssConfig(
         **GROUPED,
         head_dim=8,

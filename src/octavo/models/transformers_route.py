@@ -195,7 +195,11 @@ def _build_config(architecture: str, content: dict[str, Any]) -> Any:
 
 
 def _build(cls: Any, config: Any, dtype: torch.dtype) -> Any:
-    return cls._from_config(copy.deepcopy(config), attn_implementation=IMPLEMENTATION, dtype=dtype)
+    config = copy.deepcopy(config)
+    config.get_text_config().pad_token_id = (
+        None  # a packed row has no padding, and GPT-2 would look for it at each call
+    )
+    return cls._from_config(config, attn_implementation=IMPLEMENTATION, dtype=dtype)
 
 
 def _max_position(architecture: str, config: Any, max_model_len: int | None) -> int:
