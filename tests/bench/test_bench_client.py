@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from mock_server import Behaviour, MockServer
 
+from octavo.bench.client import StreamSink
 from octavo.bench.config import BenchConfig
+from octavo.bench.records import RequestRecord
 from octavo.bench.run import BenchResult, run
 from octavo.errors import OctavoError, UserError
 
@@ -203,6 +205,17 @@ def test_a_token_without_text_is_a_token(tmp_path: Path) -> None:
     # with the first non-empty chunk as the first token, TTFT would be at least 320 ms
     assert result.runs[0]["metrics"]["ttft_ms"]["min"] < min(truth) + 290
     assert result.runs[0]["metrics"]["itl_ms"]["count"] == 10
+
+
+def test_text_without_a_token_is_no_token() -> None:
+    """A detokenizer's last words come in a chunk of their own when the running count stands still."""
+    record = RequestRecord(0, 0)
+    sink = StreamSink(record)
+    for now, (text, count) in enumerate([("a", 1), ("", 2), ("\u00e9", 2)], 1):
+        chunk = {"choices": [{"text": text}], "usage": {"prompt_tokens": 1, "completion_tokens": count}}
+        sink(now, b"data: " + json.dumps(chunk).encode() + b"\n\n")
+    assert list(record.token_ns) == [1, 2]
+    assert record.output_tokens == 2
 
 
 def test_chunks_of_several_tokens_are_reported(tmp_path: Path) -> None:

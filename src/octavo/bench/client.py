@@ -100,8 +100,10 @@ class StreamSink:
                 has_token = True
         usage = chunk.usage
         if usage is not None and usage.completion_tokens is not None:
-            # A token whose text is empty (half a UTF-8 character) is still a token: the running count shows it.
-            has_token = has_token or (bool(chunk.choices) and usage.completion_tokens > self._counted)
+            if chunk.choices and usage.completion_tokens > 0:
+                # The running count knows better than the text: half a UTF-8 character is a token without text, and what
+                # the detokenizer held back may come as text without a token.
+                has_token = usage.completion_tokens > self._counted
             self._counted = max(self._counted, usage.completion_tokens)
             self._note_usage(usage)
         if has_token:
@@ -202,10 +204,13 @@ class LoadClient:
             if record.status == "failed":
                 record.error = first_error
         if record.status == "failed":
-            hint = "; a server without `ignore_eos` needs --no-ignore-eos" if record.error_kind == "http_400" else ""
+            hint = "; a server without `ignore_eos` needs --no-ignore-eos" if self._may_lack_ignore_eos(record) else ""
             kind = FAILURE_KINDS.get(record.error_kind or "", f"status {(record.error_kind or '')[5:]}")
             raise OctavoError(f"the first request to {self._config.base_url()} failed ({kind}): {record.error}{hint}")
         return record
+
+    def _may_lack_ignore_eos(self, record: RequestRecord) -> bool:
+        return self._config.ignore_eos and record.error_kind in ("http_400", "http_422")
 
     async def _try(self, prompt: Prompt) -> RequestRecord:
         record = RequestRecord(index=-1, scheduled_ns=perf_counter_ns())

@@ -26,6 +26,7 @@ COUNTERS = {
     "prompt_tokens": ("prompt_tokens_total",),
     "generation_tokens": ("generation_tokens_total", "tokens_predicted_total"),
 }
+FIRST_DELAY = 0.1  # so that short runs have a sample inside too
 
 
 def parse_prometheus(text: str) -> dict[str, float]:
@@ -75,9 +76,11 @@ class MetricsScraper:
             await self.sample()
 
     async def _loop(self) -> None:
+        delay = min(self.interval, FIRST_DELAY)
         while True:
-            await asyncio.sleep(self.interval)
+            await asyncio.sleep(delay)
             await self.sample()
+            delay = self.interval
 
     async def sample(self) -> None:
         """Take one sample; a failure is kept in `error` and the load goes on."""
@@ -102,12 +105,15 @@ class MetricsScraper:
             self.error = "/metrics has none of the names that are understood"
 
     def summary(self, start_ns: int) -> dict[str, Any] | None:
-        """Mean and peak of each gauge, growth of each counter, and the series for a plot; None without samples."""
+        """Mean and peak of each gauge, growth of each counter, and the series for a plot; None without samples.
+
+        The first and the last sample frame the run: they belong to the counters' growth, not to the gauges' mean.
+        """
         if not self.samples:
             return None
         result: dict[str, Any] = {"samples": len(self.samples)}
         for key in GAUGES:
-            values = _present(self.samples, key)
+            values = _present(self.samples[1:-1], key)
             if values:
                 result[key] = {"mean": sum(values) / len(values), "max": max(values)}
         for key in COUNTERS:

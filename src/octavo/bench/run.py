@@ -73,10 +73,11 @@ async def _measure(
     runs: list[dict[str, Any]] = []
     kept: list[tuple[str, list[RequestRecord]]] = []
     stop = asyncio.Event()
+    salt = config.prompt_salt if config.prompt_salt is not None else secrets.token_hex(8)
     try:
         with _interruptible(stop, screen):
             await client.connect()
-            supply = await _make_workload(config, client)
+            supply = await _make_workload(config, client, salt)
             notes = _notes(config, slo, supply)
             screen.start(config, slo, supply.description, notes)
             await client.preflight(supply.probe())
@@ -93,7 +94,9 @@ async def _measure(
             environment = await _environment(client)
     finally:
         await http.close()
-    return _document(config, slo, runs, notes, environment, supply, stop.is_set()), kept
+    document = _document(config, slo, runs, notes, environment, supply, stop.is_set())
+    document["config"]["prompt_salt"] = salt  # so that the very same prompts can be sent again
+    return document, kept
 
 
 async def _one_run(
@@ -110,15 +113,13 @@ async def _one_run(
     return entry, load.records
 
 
-async def _make_workload(config: BenchConfig, client: LoadClient) -> workload.Workload:
+async def _make_workload(config: BenchConfig, client: LoadClient, salt: str) -> workload.Workload:
     as_text = config.request_format == "chat"
     path = Path(config.data)
     if config.data.endswith(".jsonl") or path.is_file():
         return workload.from_file(path, config.request_format)
     spec = workload.SyntheticSpec.parse(config.data)
     words = await _vocabulary(config, client, as_text)
-    salt = config.prompt_salt if config.prompt_salt is not None else secrets.token_hex(8)
-    config.prompt_salt = salt  # kept in the report, so that the very same prompts can be sent again
     return workload.synthetic(spec, words, config.seed, salt, as_text)
 
 
@@ -147,8 +148,8 @@ def _notes(config: BenchConfig, slo: Slo | None, supply: workload.Workload) -> l
     total = config.max_requests * num_runs if config.max_requests is not None else None
     if warning := supply.warning(total):
         notes.append(warning)
-    if "estimated" in supply.description:
-        notes.append("no tokenizer was found: prompt lengths are estimates, `usage` has the server's counts")
+    if "estimated" in supply.description and config.request_format == "chat":
+        notes.append("prompt lengths are estimates; the report has the server's own counts beside them")
     needed = requests_to_decide(slo) if slo else None
     if needed is not None and config.max_requests is not None and config.max_requests < needed:
         notes.append(

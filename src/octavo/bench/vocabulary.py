@@ -10,7 +10,7 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from octavo.errors import OctavoError, UserError
+from octavo.errors import UserError
 
 Tokenize = Callable[[str], Awaitable[list[int]]]
 MIN_WORDS = 32
@@ -42,39 +42,42 @@ class Vocabulary:
     words: tuple[str, ...]
     token_ids: tuple[int, ...]
     origin: str
-    is_exact: bool = True
+    tokens_per_word: float = 1.0  # of `words`; ids are one token each in any case
 
     def draw(self, rng: random.Random, count: int) -> list[int]:
         """`count` random indices into this vocabulary."""
         return rng.choices(range(max(len(self.words), len(self.token_ids))), k=count)
 
     def text(self, indices: list[int]) -> str:
-        """The words as text, each behind a space but the first."""
-        return " ".join(self.words[i] for i in indices)
+        """About as many tokens of text as there are indices: words, each behind a space but the first."""
+        count = max(1, round(len(indices) / self.tokens_per_word)) if indices else 0
+        return " ".join(self.words[i % len(self.words)] for i in indices[:count])
 
     def ids(self, indices: list[int]) -> list[int]:
-        """The words' token ids."""
-        return [self.token_ids[i] for i in indices]
+        """As many token ids as there are indices."""
+        return [self.token_ids[i % len(self.token_ids)] for i in indices]
 
 
 async def find(tokenize: Tokenize, origin: str) -> Vocabulary:
-    """Keep the words that `tokenize` makes one token of. Raises OctavoError when hardly any is."""
+    """Keep the words that `tokenize` makes one token of.
+
+    Where hardly any is (a byte-level tokenizer, another script), the tokens of all words serve as ids, which are exact
+    in number, and text is measured by the mean length of a word. Raises whatever `tokenize` raises.
+    """
     words = list(dict.fromkeys(_WORDS.split()))
     pairs = await _single_tokens(tokenize, words)
-    if len(pairs) < MIN_WORDS:
-        raise OctavoError(
-            f"{origin} makes a single token of only {len(pairs)} common words (at least {MIN_WORDS} are needed); "
-            "give prompts in a .jsonl file"
-        )
-    return Vocabulary(tuple(w for w, _ in pairs), tuple(i for _, i in pairs), origin)
+    if len(pairs) >= MIN_WORDS:
+        return Vocabulary(tuple(w for w, _ in pairs), tuple(i for _, i in pairs), origin)
+    tokens = await tokenize(" ".join(words))
+    return Vocabulary(
+        tuple(words), tuple(sorted(set(tokens))), f"{origin}, text lengths estimated", len(tokens) / len(words)
+    )
 
 
 def assumed(as_text: bool) -> Vocabulary:
     """Without any tokenizer: text of words that most vocabularies have, or low token ids, which are exact in number."""
     if as_text:
-        return Vocabulary(
-            tuple(dict.fromkeys(_WORDS.split())), (), "a list of common words, lengths estimated", is_exact=False
-        )
+        return Vocabulary(tuple(dict.fromkeys(_WORDS.split())), (), "a list of common words, text lengths estimated")
     return Vocabulary((), tuple(FALLBACK_IDS), f"token ids {FALLBACK_IDS[0]}..{FALLBACK_IDS[-1]}")
 
 
