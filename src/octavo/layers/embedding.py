@@ -31,7 +31,7 @@ class Embedding(Layer):
 
 
 class OutputLayer(Layer):
-    """Logits [R, vocabulary] in float32 from hidden rows [R, H]."""
+    """Logits [..., vocabulary] in float32 from hidden rows [..., H]."""
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -39,7 +39,9 @@ class OutputLayer(Layer):
         self.bias = bias
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return ops.linear(hidden, self.packed, self.bias, out_dtype=torch.float32)
+        rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
+        logits = ops.linear(rows, self.packed, self.bias, torch.float32)
+        return logits if hidden.dim() == 2 else logits.view(*hidden.shape[:-1], -1)
 
     def extra_repr(self) -> str:
         return self.packed.describe()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -167,9 +167,11 @@ class DecoderLM(CausalLM):
 
     def __init__(self, config: DecoderConfig, source: WeightSource, max_position: int | None = None) -> None:
         super().__init__()
-        self.config = config
-        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.max_position = min(config.max_position, max_position or config.max_position)
+        # A window that no sequence exceeds is full attention, and then shares its cache group.
+        windows = tuple(None if window and window >= self.max_position else window for window in config.windows)
+        self.config = config = replace(config, windows=windows)
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self._dtype = source.dtype
         shape = (config.vocab_size, config.hidden_size)
         embedding = source.embedding("model.embed_tokens", shape)

@@ -173,8 +173,8 @@ def check_class(architecture: str, cls: Any, config: Any) -> None:
         raise refusal(architecture, f"it has layers of the kinds {', '.join(sorted(unknown))}")
 
 
-def check_calls(architecture: str, recorder: Recorder, config: Any) -> list[AttentionCall]:
-    """The attention layers that a dry run saw, or the refusal."""
+def check_calls(architecture: str, recorder: Recorder, config: Any, max_position: int) -> list[AttentionCall]:
+    """The attention layers that a dry run saw, or the refusal; a window that is never exceeded is none."""
     text, calls = config.get_text_config(), recorder.calls
     if recorder.problems:
         raise refusal(architecture, recorder.problems[0])
@@ -190,8 +190,10 @@ def check_calls(architecture: str, recorder: Recorder, config: Any) -> list[Atte
                 architecture, f"layer {index} is {kind!r}, but its attention was given the window {call.window}"
             )
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
-    if window and not types and all(call.window is None for call in calls):
+    if window and window < max_position and not types and all(call.window is None for call in calls):
         raise refusal(architecture, f"its attention was not given the configured window {window}")
+    for call in calls:
+        call.window = None if call.window is None or call.window >= max_position else call.window
     return calls
 
 

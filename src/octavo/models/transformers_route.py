@@ -174,7 +174,7 @@ def _probe(architecture: str, cls: Any, config: Any, max_position: int) -> tuple
         raise CheckpointError(f"no {architecture} can be built from its config.json: {error}") from error
     freeze_rope(probe, max_position)
     recorder = dry_run(architecture, probe.base_model)
-    calls = check_calls(architecture, recorder, config)
+    calls = check_calls(architecture, recorder, config, max_position)
     paths = {id(module): path for path, module in probe.named_modules()}
     return {paths[id(call.module)]: call for call in calls}, recorder.hidden_size
 
