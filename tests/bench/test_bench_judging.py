@@ -142,3 +142,11 @@ def test_warmup_and_cooldown_leave_requests_out() -> None:
     assert entry["metrics"]["ttft_ms"]["max"] == pytest.approx(10)
     assert entry["requests_left_out"] == 2
     assert entry["slo"] == {"attainment": None, "goodput": None, "met": None}
+
+
+def test_chunks_that_come_together_are_reported() -> None:
+    bursts = [record(i, 100 * i, 10, [0.01, 40, 0.01, 40]) for i in range(4)]
+    entry = report(bursts, "chat")
+    assert entry["tokens"]["burst_share"] == pytest.approx(0.5)
+    assert any("50 % of chunks came together" in w for w in entry["warnings"])
+    assert not report([record(0, 0, 10, [20, 20])], "chat")["warnings"]

@@ -15,6 +15,7 @@ from octavo.bench.slo import Slo, judge
 
 METRICS = ("ttft_ms", "itl_ms", "tpot_ms", "request_latency_ms", "queue_delay_ms")
 LATE_CLIENT_MS = 20.0
+BURST_MS = 0.1  # chunks that lie closer came out of the socket together
 QUANTILE_STEPS = [*range(100), 99.5, 99.9, 100]
 MAX_TIMELINE_POINTS = 300
 NO_SLO: dict[str, Any] = {"attainment": None, "goodput": None, "met": None}
@@ -155,6 +156,7 @@ def _token_counts(completed: Sequence[RequestRecord]) -> dict[str, Any]:
     prompts = [r.prompt_tokens for r in completed if r.prompt_tokens is not None]
     asked = [r.requested_prompt for r in completed if r.requested_prompt is not None]
     chunks = sum(len(r.token_ns) for r in completed)
+    bursts = sum(gap < BURST_MS for r in completed for gap in r.gaps_ms())
     output = sum(r.output_tokens for r in completed)
     cached = [r.cached_tokens for r in completed if r.cached_tokens is not None]
     return {
@@ -167,6 +169,7 @@ def _token_counts(completed: Sequence[RequestRecord]) -> dict[str, Any]:
         ),
         "without_usage": sum(not r.has_usage for r in completed),
         "tokens_per_chunk": output / chunks if chunks else None,
+        "burst_share": bursts / (chunks - len(completed)) if chunks > len(completed) else None,
         "cached_share": sum(cached) / sum(prompts) if cached and sum(prompts) else None,
         "repeated_prompts": sum(r.is_repeated_prompt for r in completed),
     }
@@ -191,6 +194,11 @@ def _warnings(plan: RunPlan, report: dict[str, Any], records: Sequence[RequestRe
         warnings.append(
             f"a chunk brings {tokens['tokens_per_chunk']:.2f} tokens on average: itl_ms are gaps between chunks, "
             "tpot_ms is the time a token"
+        )
+    if tokens["burst_share"] and tokens["burst_share"] > 0.2:
+        warnings.append(
+            f"{100 * tokens['burst_share']:.0f} % of chunks came together with the one before: the server or network "
+            "sends in bursts, so look at tpot_ms and at the tail of itl_ms, not at its median"
         )
     if tokens["repeated_prompts"]:
         warnings.append(f"{tokens['repeated_prompts']} requests repeated a prompt, which a prefix cache makes faster")
