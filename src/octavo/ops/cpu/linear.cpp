@@ -4,10 +4,14 @@
 // lanes is needed. Within a tile the factors of one instruction's inner product (2 bf16 or 4 int8 along k) are adjacent.
 //   bf16  tile: [K / 2][16][2] bf16
 //   int4  tile: groups of {scale fp16 [16], offset fp16 [16] if there are offsets, codes [group / 8][16] uint32};
-//         nibble j of the low half of a word is k = 8 i + 2 j, of the high half k = 8 i + 2 j + 1
-//   int8  tile: groups of {scale, offset as above, codes int8 [group / 2][16][2]}
+//         byte i of a word holds k = 8 j + i in its low and k = 8 j + 4 + i in its high half
+//   int8  tile: groups of {scale, offset as above, codes [group / 4][16][4] uint8, code + 128}
 //   w8a8  tile: [K / 4][16][4] uint8, code + 128 (the instruction wants one unsigned factor)
 // Outputs are multiplied by row_scale [N rounded up to 16] float32 in the end (not for bf16).
+//
+// Few rows of int4 and int8 use integer products (vpdpbusd): x is written as 16-bit integers times a scale a group, in
+// two planes of 8 bits. That rounds x by at most 2^-16 of the largest value of its group, far below bfloat16's own
+// 2^-9, and needs neither a table nor a conversion per weight. Many rows expand tiles to bfloat16 instead.
 #include "common.h"
 
 namespace octavo {
@@ -22,7 +26,7 @@ struct Weight {  // mirrored by octavo.ops.cpu.weights._WeightStruct
     const float* row_scale;
     int32_t kind;
     int32_t has_offset;
-    int32_t code_base;  // 4-bit: value of code 0 (-8 for symmetric weights, then without offsets)
+    int32_t zero;  // code that means 0: 8 for 4-bit symmetric weights, 128 for 8 bits, else 0
     int32_t dequantize_from;  // quantized weights: from this many rows on, expand tiles to bf16 first
 };
 
@@ -33,10 +37,9 @@ struct Task {
     void* out;  // [M, N] bf16 or float
     bool out_float;
     const bf16* bias;
-    const float* sums;     // [M, groups], sums of x over each group; for offsets
-    const int8_t* codes;   // W8A8: the quantized x [M, K]
-    const float* x_scale;  // W8A8: [M]
-    const int32_t* x_sum;  // W8A8: [M]
+    const int8_t* codes;   // quantized x: W8A8 [M, K]; groups [M, K / 4, 2, 4], high and low plane
+    const float* x_scale;  // W8A8 [M]; groups [M, groups]
+    const int32_t* x_sum;  // sums of the quantized x, same shape as x_scale
 };
 
 static inline void write(const Task& t, int64_t row, int64_t tile, __m512 y) {
@@ -75,103 +78,66 @@ static void dense_rows(const Task& t, int64_t tile, const char* data, int64_t ti
 // ---------------------------------------------------------------- 4 and 8 bits in groups
 
 struct Int4 {
-    static constexpr int PAIRS = 4;   // pairs of k a step
-    static constexpr int BYTES = 64;  // of a tile a step
-    __m512i table;                    // bf16 values by code, twice: vpermw takes 5 bits and the fifth is a neighbour's
-    __m512 float_table;               // vpermps takes 4 bits
+    static constexpr int QUADS = 2;  // vectors of 16 rows x 4 k in 64 bytes
 
-    explicit Int4(const Weight& w) {
-        alignas(64) bf16 values[32];
-        alignas(64) float floats[16];
-        for (int i = 0; i < 16; i++) {
-            floats[i] = float(w.code_base + i);
-            values[i] = values[i + 16] = to_bf16(floats[i]);
-        }
-        table = _mm512_load_si512(values);
-        float_table = _mm512_load_ps(floats);
-    }
-    __attribute__((always_inline)) void decode(const char* p, __m512i (&out)[PAIRS]) const {
-        __m512i v = _mm512_loadu_si512(p);
-        out[0] = _mm512_permutexvar_epi16(v, table);
-        out[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4), table);
-        out[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 8), table);
-        out[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 12), table);
-    }
-    // The weights scale * code + offset of one step as bf16 pairs.
-    void expand(const char* p, __m512 scale, __m512 offset, bf16* out) const {
-        __m512i v = _mm512_loadu_si512(p);
-        for (int j = 0; j < PAIRS; j++) {
-            __m512 even = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4 * j), float_table);
-            __m512 odd = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4 * j + 16), float_table);
-            even = _mm512_fmadd_ps(even, scale, offset);
-            odd = _mm512_fmadd_ps(odd, scale, offset);
-            __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
-            __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd)), 16);
-            _mm512_storeu_si512(out + 32 * j, _mm512_or_si512(low, high));
-        }
+    static __attribute__((always_inline)) void decode(const char* p, __m512i (&out)[QUADS]) {
+        const __m512i low = _mm512_set1_epi8(15);
+        const __m512i v = _mm512_loadu_si512(p);
+        out[0] = _mm512_and_si512(v, low);
+        out[1] = _mm512_and_si512(_mm512_srli_epi16(v, 4), low);
     }
 };
 
 struct Int8 {
-    static constexpr int PAIRS = 1;
-    static constexpr int BYTES = 32;
+    static constexpr int QUADS = 1;
 
-    explicit Int8(const Weight&) {}
-    static __attribute__((always_inline)) void load(const char* p, __m512& low, __m512& high) {
-        low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
-        high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p + 1)));
-    }
-    __attribute__((always_inline)) void decode(const char* p, __m512i (&out)[PAIRS]) const {
-        __m512 low, high;
-        load(p, low, high);
-        out[0] = (__m512i)_mm512_cvtne2ps_pbh(high, low);
-    }
-    void expand(const char* p, __m512 scale, __m512 offset, bf16* out) const {
-        const __m512i first = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-        const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-        __m512 low, high;
-        load(p, low, high);
-        low = _mm512_fmadd_ps(low, _mm512_permutexvar_ps(first, scale), _mm512_permutexvar_ps(first, offset));
-        high = _mm512_fmadd_ps(high, _mm512_permutexvar_ps(second, scale), _mm512_permutexvar_ps(second, offset));
-        _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    static __attribute__((always_inline)) void decode(const char* p, __m512i (&out)[QUADS]) {
+        out[0] = _mm512_loadu_si512(p);
     }
 };
 
 static inline __m512 load_half(const char* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 
-// One row block: products of the codes inside a group, then the group's scale, and its offset times the sum of x.
+// One row block: integer products inside a group, then the scales of weight and x, and the offset times the sum of x.
 template <class Codec, int MB, int NB>
-static void group_block(const Task& t, const Codec& codec, int64_t row, int64_t tile) {
+static void group_block(const Task& t, int64_t row, int64_t tile) {
     const Weight& w = *t.w;
-    const int64_t pairs = w.k / 2, groups = w.k / w.group, steps = w.group / (2 * Codec::PAIRS);
-    const int64_t header = w.has_offset ? 64 : 32, block = header + steps * Codec::BYTES;
-    const int32_t* a = (const int32_t*)(t.x + row * w.k);
+    const int64_t quads = w.k / 4, groups = w.k / w.group, steps = w.group / (4 * Codec::QUADS);
+    const int64_t header = w.has_offset ? 64 : 32, block = header + steps * 64;
+    const int32_t* a = (const int32_t*)t.codes + row * quads * 2;
     const char* b = w.data + tile * w.tile_bytes;
     __m512 acc[MB][NB];
     for (int m = 0; m < MB; m++)
         for (int n = 0; n < NB; n++) acc[m][n] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; g++, b += block) {
-        __m512 part[MB][NB];
+        __m512i high[MB][NB], low[MB][NB];
         for (int m = 0; m < MB; m++)
-            for (int n = 0; n < NB; n++) part[m][n] = _mm512_setzero_ps();
-        for (int64_t s = 0; s < steps; s++, a += Codec::PAIRS) {
+            for (int n = 0; n < NB; n++) high[m][n] = low[m][n] = _mm512_setzero_si512();
+        for (int64_t s = 0; s < steps; s++, a += 2 * Codec::QUADS) {
             for (int n = 0; n < NB; n++) {
-                __m512i v[Codec::PAIRS];
-                codec.decode(b + n * w.tile_bytes + header + s * Codec::BYTES, v);
-                for (int j = 0; j < Codec::PAIRS; j++)
-                    for (int m = 0; m < MB; m++)
-                        part[m][n] = _mm512_dpbf16_ps(part[m][n], (__m512bh)v[j],
-                                                      (__m512bh)_mm512_set1_epi32(a[m * pairs + j]));
+                __m512i v[Codec::QUADS];
+                Codec::decode(b + n * w.tile_bytes + header + s * 64, v);
+                for (int j = 0; j < Codec::QUADS; j++) {
+                    for (int m = 0; m < MB; m++) {
+                        const int32_t* x = a + m * quads * 2 + 2 * j;
+                        high[m][n] = _mm512_dpbusd_epi32(high[m][n], v[j], _mm512_set1_epi32(x[0]));
+                        low[m][n] = _mm512_dpbusd_epi32(low[m][n], v[j], _mm512_set1_epi32(x[1]));
+                    }
+                }
             }
         }
         for (int n = 0; n < NB; n++) {
             const char* h = b + n * w.tile_bytes;
-            __m512 scale = load_half(h);
-            for (int m = 0; m < MB; m++) acc[m][n] = _mm512_fmadd_ps(part[m][n], scale, acc[m][n]);
-            if (!w.has_offset) continue;
-            __m512 offset = load_half(h + 32);
-            for (int m = 0; m < MB; m++)
-                acc[m][n] = _mm512_fmadd_ps(_mm512_set1_ps(t.sums[(row + m) * groups + g]), offset, acc[m][n]);
+            const __m512 scale = load_half(h), offset = w.has_offset ? load_half(h + 32) : _mm512_setzero_ps();
+            for (int m = 0; m < MB; m++) {
+                const int64_t at = (row + m) * groups + g;
+                const __m512 x_scale = _mm512_set1_ps(t.x_scale[at]);
+                __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[m][n], 8), low[m][n]);
+                sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(w.zero * t.x_sum[at]));
+                __m512 y = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale);
+                if (w.has_offset) y = _mm512_fmadd_ps(_mm512_set1_ps(float(t.x_sum[at])), offset, y);
+                acc[m][n] = _mm512_fmadd_ps(y, x_scale, acc[m][n]);
+            }
         }
     }
     for (int n = 0; n < NB; n++) {
@@ -180,29 +146,91 @@ static void group_block(const Task& t, const Codec& codec, int64_t row, int64_t 
     }
 }
 
+// One group of x as 16-bit integers in two planes. A value that is not finite makes the scale NaN.
+static void split_group(const bf16* x, int64_t group, int8_t* planes, float* scale, int32_t* sum) {
+    __m512 largest = _mm512_setzero_ps(), total = _mm512_setzero_ps();
+    for (int64_t j = 0; j < group; j += 16) {
+        const __m512 v = load_bf16(x + j, tail_mask(group - j));
+        largest = _mm512_max_ps(largest, _mm512_abs_ps(v));
+        total = _mm512_add_ps(total, _mm512_sub_ps(v, v));
+    }
+    const float maximum = _mm512_reduce_max_ps(largest);
+    *scale = maximum / 32639.0f + _mm512_reduce_add_ps(total);  // 32639 = 127 * 256 + 127
+    const __m512 inverse = _mm512_set1_ps(maximum > 1e-30f ? 32639.0f / maximum : 0.0f);
+    __m512i sums = _mm512_setzero_si512();
+    for (int64_t j = 0; j < group; j += 16) {
+        const __mmask16 mask = tail_mask(group - j);
+        const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(load_bf16(x + j, mask), inverse));
+        const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
+        const __m512i low = _mm512_sub_epi32(q, _mm512_slli_epi32(high, 8));
+        sums = _mm512_add_epi32(sums, q);
+        const __m512i pairs = _mm512_castsi128_si512(_mm512_cvtepi32_epi8(high));
+        const __m512i both = _mm512_inserti32x4(pairs, _mm512_cvtepi32_epi8(low), 1);
+        const __m256i order = _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0);
+        const __m256i out = _mm256_permutexvar_epi32(order, _mm512_castsi512_si256(both));
+        _mm256_mask_storeu_epi32(planes + 2 * j, __mmask8((1u << std::min<int64_t>(8, (group - j) / 2)) - 1), out);
+    }
+    *sum = _mm512_reduce_add_epi32(sums);
+}
+
+static void split_row(const Weight& w, const bf16* x, int64_t row, int8_t* planes, float* scales, int32_t* sums) {
+    const int64_t groups = w.k / w.group;
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t at = row * w.k + g * w.group;
+        split_group(x + at, w.group, planes + 2 * at, scales + row * groups + g, sums + row * groups + g);
+    }
+}
+
+// 4 vectors of float32 weights, 16 rows of k = 0 .. 3, as two steps of bf16 pairs.
+static inline void write_pairs(const __m512 (&v)[4], bf16* out) {
+    for (int p = 0; p < 2; p++) {
+        __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v[2 * p]));
+        __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v[2 * p + 1]));
+        _mm512_storeu_si512(out + 32 * p, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    }
+}
+
 // The weights of one tile as bf16 in the layout of a dense tile.
 template <class Codec>
-static void expand_tile(const Weight& w, const Codec& codec, int64_t tile, bf16* out) {
-    const int64_t groups = w.k / w.group, steps = w.group / (2 * Codec::PAIRS);
-    const int64_t header = w.has_offset ? 64 : 32;
-    const char* b = w.data + tile * w.tile_bytes;
+static void expand_tile(const Weight& w, int64_t tile, bf16* out) {
+    const int64_t groups = w.k / w.group, steps = w.group / (4 * Codec::QUADS);
     const __m512 row_scale = _mm512_loadu_ps(w.row_scale + tile * 16);
+    const __m512i byte = _mm512_set1_epi32(255);
+    const char* b = w.data + tile * w.tile_bytes;
     for (int64_t g = 0; g < groups; g++) {
-        __m512 scale = _mm512_mul_ps(load_half(b), row_scale);
+        const __m512 scale = _mm512_mul_ps(load_half(b), row_scale);
         __m512 offset = w.has_offset ? _mm512_mul_ps(load_half(b + 32), row_scale) : _mm512_setzero_ps();
-        b += header;
-        for (int64_t s = 0; s < steps; s++, b += Codec::BYTES, out += 32 * Codec::PAIRS)
-            codec.expand(b, scale, offset, out);
+        offset = _mm512_fnmadd_ps(scale, _mm512_set1_ps(float(w.zero)), offset);
+        b += w.has_offset ? 64 : 32;
+        for (int64_t s = 0; s < steps; s++, b += 64) {
+            __m512i v[Codec::QUADS];
+            Codec::decode(b, v);
+            for (int j = 0; j < Codec::QUADS; j++, out += 64) {
+                __m512 f[4];
+                for (int i = 0; i < 4; i++) {
+                    const __m512i code = _mm512_and_si512(_mm512_srli_epi32(v[j], 8 * i), byte);
+                    f[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(code), scale, offset);
+                }
+                write_pairs(f, out);
+            }
+        }
     }
 }
 
 template <class Codec>
 static void group_tiles(const Task& t, int64_t first, int64_t last) {
-    const Codec codec(*t.w);
     if (t.rows < t.w->dequantize_from) {
         for_vector_blocks(last - first, [&](int64_t tile, auto nb) {
             for_row_blocks(t.rows, [&](int64_t row, int64_t count) {
-                with_rows(count, [&](auto mb) { group_block<Codec, mb.value, nb.value>(t, codec, row, first + tile); });
+                with_rows(count, [&](auto mb) {
+                    constexpr int MB = mb.value, NB = nb.value;
+                    if constexpr (MB * NB <= 12) {
+                        group_block<Codec, MB, NB>(t, row, first + tile);
+                    } else {  // two accumulators an output: 4 tiles at once would not fit in the registers
+                        group_block<Codec, MB, NB / 2>(t, row, first + tile);
+                        group_block<Codec, MB, NB / 2>(t, row, first + tile + NB / 2);
+                    }
+                });
             });
         });
         return;
@@ -211,18 +239,9 @@ static void group_tiles(const Task& t, int64_t first, int64_t last) {
     const int64_t tile_size = t.w->k * 16;
     bf16* expanded = scratch(buffer, MAX_VECTORS * tile_size);
     for_vector_blocks(last - first, [&](int64_t tile, auto nb) {
-        for (int n = 0; n < nb.value; n++) expand_tile(*t.w, codec, first + tile + n, expanded + n * tile_size);
+        for (int n = 0; n < nb.value; n++) expand_tile<Codec>(*t.w, first + tile + n, expanded + n * tile_size);
         dense_rows<nb.value>(t, first + tile, (const char*)expanded, tile_size * 2);
     });
-}
-
-// sums[m, g] of x over each group.
-static void group_sums(const bf16* x, int64_t rows, int64_t k, int64_t group, float* sums) {
-    for (int64_t i = 0; i < rows * k / group; i++, x += group) {
-        __m512 sum = _mm512_setzero_ps();
-        for (int64_t j = 0; j < group; j += 16) sum = _mm512_add_ps(sum, load_bf16(x + j, tail_mask(group - j)));
-        sums[i] = _mm512_reduce_add_ps(sum);
-    }
 }
 
 // ---------------------------------------------------------------- int8 x int8
@@ -297,9 +316,9 @@ static void linear_tiles(const Task& t, int64_t first, int64_t last) {
 }
 
 struct LinearScratch {
-    std::vector<float> sums, scales;
+    std::vector<float> scales;
     std::vector<int8_t> codes;
-    std::vector<int32_t> code_sums;
+    std::vector<int32_t> sums;
 };
 
 }  // namespace octavo
@@ -309,28 +328,32 @@ using namespace octavo;
 OCTAVO_EXPORT void octavo_linear(const Weight* w, const bf16* x, int64_t rows, void* out, int32_t out_float,
                                  const bf16* bias) {
     static thread_local LinearScratch memory;
-    Task t{w, x, rows, out, out_float != 0, bias, nullptr, nullptr, nullptr, nullptr};
+    Task t{w, x, rows, out, out_float != 0, bias, nullptr, nullptr, nullptr};
     const int64_t tiles = (w->n + 15) / 16;
-    const bool grouped = w->kind == INT4 || w->kind == INT8;
-    if (grouped && w->has_offset && rows < w->dequantize_from) {
-        float* sums = scratch(memory.sums, rows * (w->k / w->group));
-        group_sums(x, rows, w->k, w->group, sums);
-        t.sums = sums;
-    }
+    const bool split = (w->kind == INT4 || w->kind == INT8) && rows < w->dequantize_from;
     int8_t* codes = nullptr;
     float* scales = nullptr;
-    int32_t* code_sums = nullptr;
-    if (w->kind == W8A8) {
-        t.codes = codes = scratch(memory.codes, rows * w->k);
-        t.x_scale = scales = scratch(memory.scales, rows);
-        t.x_sum = code_sums = scratch(memory.code_sums, rows);
+    int32_t* sums = nullptr;
+    if (split || w->kind == W8A8) {
+        const int64_t groups = split ? w->k / w->group : 1;
+        t.codes = codes = scratch(memory.codes, rows * w->k * (split ? 2 : 1));
+        t.x_scale = scales = scratch(memory.scales, rows * groups);
+        t.x_sum = sums = scratch(memory.sums, rows * groups);
     }
+    auto quantize = [=](int64_t m) {
+        if (split)
+            split_row(*w, x, m, codes, scales, sums);
+        else
+            quantize_row(x + m * w->k, w->k, codes + m * w->k, scales + m, sums + m);
+    };
+    const bool early = rows < 8;  // a barrier costs more than what the threads would share
+    if (codes && early)
+        for (int64_t m = 0; m < rows; m++) quantize(m);
 #pragma omp parallel
     {
-        if (codes) {
+        if (codes && !early) {
 #pragma omp for schedule(static)
-            for (int64_t m = 0; m < rows; m++)
-                quantize_row(x + m * w->k, w->k, codes + m * w->k, scales + m, code_sums + m);
+            for (int64_t m = 0; m < rows; m++) quantize(m);
         }
         int64_t first, last;
         thread_share(tiles, omp_get_thread_num(), omp_get_num_threads(), first, last);
@@ -342,7 +365,7 @@ OCTAVO_EXPORT void octavo_linear(const Weight* w, const bf16* x, int64_t rows, v
 OCTAVO_EXPORT void octavo_rows(const Weight* w, const int64_t* ids, int64_t count, void* out, int32_t out_float) {
     const int64_t k = w->k;
     const int64_t header = w->has_offset ? 64 : 32;
-    const int64_t block = w->kind == INT4 ? header + w->group * 8 : header + w->group * 16;
+    const int64_t block = header + w->group * (w->kind == INT4 ? 8 : 16);
 #pragma omp parallel for schedule(static) if (count >= 64)
     for (int64_t i = 0; i < count; i++) {
         const int64_t lane = ids[i] & 15;
@@ -361,14 +384,15 @@ OCTAVO_EXPORT void octavo_rows(const Weight* w, const int64_t* ids, int64_t coun
                 const int64_t g = j % w->group;
                 float scale = _cvtsh_ss(((const uint16_t*)b)[lane]);
                 float offset = w->has_offset ? _cvtsh_ss(((const uint16_t*)b)[16 + lane]) : 0.0f;
-                float code;
+                const uint8_t* codes = (const uint8_t*)b + header;
+                int code;
                 if (w->kind == INT8) {
-                    code = float(((const int8_t*)(b + header))[(g / 2) * 32 + lane * 2 + g % 2]);
+                    code = codes[(g / 4) * 64 + lane * 4 + g % 4];
                 } else {
-                    uint32_t word = ((const uint32_t*)(b + header))[(g / 8) * 16 + lane];
-                    code = float(w->code_base + int((word >> (16 * (g % 2) + 4 * (g % 8 / 2))) & 15));
+                    code = codes[(g / 8) * 64 + lane * 4 + g % 4];
+                    code = g % 8 < 4 ? code & 15 : code >> 4;
                 }
-                value = (scale * code + offset) * w->row_scale[ids[i]];
+                value = (scale * float(code - w->zero) + offset) * w->row_scale[ids[i]];
             }
             if (out_float)
                 ((float*)out)[i * k + j] = value;

@@ -16,6 +16,8 @@ TILE = 16
 BF16, INT4, INT8, W8A8 = range(4)
 # From this many rows on, expanding a tile to bf16 once costs less than decoding it for each block of six rows
 # (measured on 2 cores of a Xeon with AVX-512, K = 576 and 1536).
+MAX_GROUP = 128
+STEP = {4: 8, 8: 4}  # values of k in 64 bytes of a tile, by bits
 DEQUANTIZE_FROM = {INT4: 25, INT8: 13}
 
 
@@ -31,7 +33,7 @@ class _WeightStruct(ctypes.Structure):
         ("row_scale", ctypes.c_void_p),
         ("kind", ctypes.c_int32),
         ("has_offset", ctypes.c_int32),
-        ("code_base", ctypes.c_int32),
+        ("zero", ctypes.c_int32),
         ("dequantize_from", ctypes.c_int32),
     )
 
@@ -48,7 +50,7 @@ class CpuWeight(PackedWeight):
         group: int = 0,
         row_scale: Tensor | None = None,
         has_offset: bool = False,
-        code_base: int = 0,
+        zero: int = 0,
     ) -> None:
         self.name = "cpu " + ("bf16", "int4", "int8", "int8 x int8")[kind]
         self.shape = shape
@@ -63,7 +65,7 @@ class CpuWeight(PackedWeight):
             row_scale=None if row_scale is None else row_scale.data_ptr(),
             kind=kind,
             has_offset=has_offset,
-            code_base=code_base,
+            zero=zero,
             dequantize_from=DEQUANTIZE_FROM.get(kind, 0),
         )
         self._address = ctypes.addressof(self._struct)
@@ -112,7 +114,7 @@ def rejects(weight: Tensor | QuantizedWeightLike, dtype: torch.dtype, device: to
     if quantizes_input(weight.scheme):
         fits = weight.scheme.num_bits == 8 and groups == 1 and weight.offset is None and columns % 4 == 0
         return None if fits else "int8 inputs need symmetric 8-bit weights with a scale a row"
-    step = 8 if weight.scheme.num_bits == 4 else 2
+    step = STEP[weight.scheme.num_bits]
     return None if columns // groups % step == 0 else f"groups of {columns // groups} are no multiple of {step}"
 
 
@@ -122,23 +124,24 @@ def pack(weight: Tensor | QuantizedWeightLike, dtype: torch.dtype, device: torch
     if isinstance(weight, Tensor):
         return CpuWeight(shape, BF16, _interleave(weight.to(torch.bfloat16), 2))
     if quantizes_input(weight.scheme):
-        unsigned = (weight.codes.to(torch.int16) + 128).to(torch.uint8)
         row_scale = _pad_rows(weight.scale.float()).flatten().contiguous()
-        return CpuWeight(shape, W8A8, _interleave(unsigned, 4), row_scale=row_scale)
+        return CpuWeight(shape, W8A8, _interleave(_unsigned(weight.codes), 4), row_scale=row_scale)
     return _pack_groups(shape, weight)
 
 
 def _pack_groups(shape: tuple[int, int], weight: QuantizedWeightLike) -> CpuWeight:
-    groups = weight.scale.shape[1]
-    scale = _pad_rows(weight.scale.float())
-    offset = None if weight.offset is None else _pad_rows(weight.offset.float())
-    code_base = 0
+    repeat = _split_groups(shape[1] // weight.scale.shape[1], weight.scheme.num_bits)
+    groups = weight.scale.shape[1] * repeat
+    scale = _pad_rows(weight.scale.float().repeat_interleave(repeat, 1))
+    offset = None if weight.offset is None else _pad_rows(weight.offset.float().repeat_interleave(repeat, 1))
     if weight.scheme.num_bits == 4:
+        zero = 0
         if offset is not None and torch.equal(offset, -8 * scale):
-            code_base, offset = -8, None
+            zero, offset = 8, None
         codes = _pack_nibbles(_pad_rows(weight.codes), groups)
     else:
-        codes = _interleave(weight.codes, 2).view(-1, groups, TILE * shape[1] // groups)
+        zero = 128
+        codes = _interleave(_unsigned(weight.codes), 4).view(-1, groups, TILE * shape[1] // groups)
     row_scale = _row_scale(scale, offset)
     parts = [_tile_halves(scale / row_scale[:, None])]
     if offset is not None:
@@ -147,7 +150,13 @@ def _pack_groups(shape: tuple[int, int], weight: QuantizedWeightLike) -> CpuWeig
     kind = INT4 if weight.scheme.num_bits == 4 else INT8
     group = shape[1] // groups
     has_offset = offset is not None
-    return CpuWeight(shape, kind, data, group=group, row_scale=row_scale, has_offset=has_offset, code_base=code_base)
+    return CpuWeight(shape, kind, data, group=group, row_scale=row_scale, has_offset=has_offset, zero=zero)
+
+
+def _split_groups(group: int, num_bits: int) -> int:
+    """Into how many parts to cut a group: the kernel scales x by group, and its sums overflow above MAX_GROUP."""
+    step = STEP[num_bits]
+    return next(parts for parts in range(1, group + 1) if group % (parts * step) == 0 and group // parts <= MAX_GROUP)
 
 
 def _row_scale(scale: Tensor, offset: Tensor | None) -> Tensor:
@@ -156,7 +165,7 @@ def _row_scale(scale: Tensor, offset: Tensor | None) -> Tensor:
     With a single scale a row it is that scale itself, which then needs no rounding at all.
     """
     largest = scale.abs().amax(dim=1)
-    if scale.shape[1] == 1 and bool((largest > 0).all()):
+    if bool((scale == scale[:, :1]).all()) and bool((largest > 0).all()):
         return scale[:, 0].contiguous()
     if offset is not None:
         largest = torch.maximum(largest, offset.abs().amax(dim=1) / 16)
@@ -181,10 +190,15 @@ def _tile_halves(x: Tensor) -> Tensor:
     return x.view(-1, TILE, x.shape[1]).transpose(1, 2).to(torch.float16).contiguous().view(torch.uint8)
 
 
+def _unsigned(codes: Tensor) -> Tensor:
+    """int8 codes + 128 as uint8: the same bits but for the first."""
+    return codes.view(torch.uint8) ^ 128
+
+
 def _pack_nibbles(codes: Tensor, groups: int) -> Tensor:
-    """Codes [N, K / 2] to [tiles, groups, bytes]: a word holds 8 values of k of a row, even ones in its low half."""
-    b = codes.view(-1, TILE, codes.shape[1] // 4, 4)
-    even, odd = b & 15, b >> 4
-    low, high = even[..., 0::2] | (even[..., 1::2] << 4), odd[..., 0::2] | (odd[..., 1::2] << 4)
-    words = torch.cat((low, high), dim=-1).transpose(1, 2).contiguous()  # [tiles, K / 8, 16, 4]
+    """Codes [N, K / 2] to [tiles, groups, bytes]: byte i of a word holds k = 8 j + i and, above it, k = 8 j + 4 + i."""
+    b = codes.view(-1, TILE, codes.shape[1] // 4, 2, 2)  # two bytes of k = 0 .. 3, two of k = 4 .. 7
+    low, high = b[..., 0, :], b[..., 1, :]
+    even, odd = (low & 15) | (high << 4), (low >> 4) | (high & 0xF0)
+    words = torch.stack((even, odd), dim=-1).flatten(-2).transpose(1, 2).contiguous()  # [tiles, K / 8, 16, 4]
     return words.view(words.shape[0], groups, -1)
