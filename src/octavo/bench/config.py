@@ -116,8 +116,8 @@ class BenchConfig:
         return values
 
     def time_limit(self) -> float | None:
-        """Seconds in which a run may start requests; None means that only --max-requests ends it."""
-        if self.max_seconds is None and self.max_requests is None:
+        """Seconds in which a run may start requests; None: --max-requests, or the trace's end, ends it."""
+        if self.max_seconds is None and self.max_requests is None and self.profile != "replay":
             return DEFAULT_MAX_SECONDS
         return self.max_seconds
 

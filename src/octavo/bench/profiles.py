@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,10 +64,18 @@ def poisson(rate: float, seed: int) -> RunPlan:
     return RunPlan("poisson", rate, arrivals=lambda: poisson_arrivals(rate, seed))
 
 
-def plans(config: BenchConfig) -> Generator[RunPlan, RunReport, None]:
+def replay(times: Sequence[float], speed: float) -> RunPlan:
+    """A recording's own times, `speed` times as fast; its rate is the mean over the recording."""
+    seconds = times[-1] / speed
+    rate = len(times) / seconds if seconds > 0 else float(len(times))
+    return RunPlan("replay", rate, arrivals=lambda: (t / speed for t in times))
+
+
+def plans(config: BenchConfig, trace_times: Sequence[float] = ()) -> Generator[RunPlan, RunReport, None]:
     """The runs of a profile, one after the other; `send` the finished run's report to get the next plan.
 
-    Raises UserError at once for a profile whose rates are missing or make no sense.
+    `trace_times` are the seconds at which requests came, for replay. Raises UserError at once for a profile whose rates
+    are missing or make no sense.
     """
     rates = config.rates()
     if config.profile in ("constant", "poisson", "concurrent") and not rates:
@@ -79,7 +87,9 @@ def plans(config: BenchConfig) -> Generator[RunPlan, RunReport, None]:
         for rate in rates:
             if rate != int(rate):
                 raise UserError(f"--rate has {rate:g}; concurrent takes whole numbers of streams", param="rate")
-    return _generate(config, rates)
+    if config.profile == "replay" and len(rates) > 1:
+        raise UserError(f"--rate is {config.rate!r}; replay takes one speed-up, such as 2", param="rate")
+    return _generate(config, rates, trace_times)
 
 
 def count_runs(config: BenchConfig) -> int:
@@ -87,7 +97,9 @@ def count_runs(config: BenchConfig) -> int:
     return config.sweep_size if config.profile == "sweep" else max(1, len(config.rates()))
 
 
-def _generate(config: BenchConfig, rates: list[float]) -> Generator[RunPlan, RunReport, None]:
+def _generate(
+    config: BenchConfig, rates: list[float], trace_times: Sequence[float]
+) -> Generator[RunPlan, RunReport, None]:
     throughput = RunPlan("throughput", streams=config.max_concurrency or THROUGHPUT_CONCURRENCY)
     if config.profile == "synchronous":
         yield RunPlan("synchronous", streams=1)
@@ -95,6 +107,9 @@ def _generate(config: BenchConfig, rates: list[float]) -> Generator[RunPlan, Run
         yield throughput
     elif config.profile == "sweep":
         yield from _sweep(config.sweep_size, throughput)
+    elif config.profile == "replay":
+        yield replay(trace_times, rates[0] if rates else 1.0)
+        return
     for rate in rates:
         if config.profile == "concurrent":
             yield RunPlan("concurrent", rate, streams=int(rate))

@@ -27,6 +27,7 @@ from octavo.bench.load import Limits, Loader
 from octavo.bench.metrics_scrape import MetricsScraper
 from octavo.bench.records import RequestRecord
 from octavo.bench.slo import Slo, highest_holding, requests_to_decide
+from octavo.bench.trace import TraceEntry, read_trace, trace_workload
 from octavo.errors import OctavoError, UserError
 
 
@@ -52,10 +53,11 @@ def run(config: BenchConfig, *, quiet: bool = False) -> BenchResult:
     """
     config.check()
     slo = Slo.parse(config.slo) if config.slo else None
-    plans = profiles.plans(config)  # raises before anything is sent
+    trace = read_trace(Path(config.data)) if config.profile == "replay" else []
+    plans = profiles.plans(config, [entry.seconds for entry in trace])  # raises before anything is sent
     output_dir = _make_output_dir(config.output_dir)
     screen = console.Screen(quiet)
-    measured, records = _run_loop(_measure(config, slo, plans, screen))
+    measured, records = _run_loop(_measure(config, slo, plans, trace, screen))
     files = report.write(measured, output_dir)
     if config.save_requests:
         files.append(_write_requests(records, output_dir / "requests.jsonl"))
@@ -64,7 +66,7 @@ def run(config: BenchConfig, *, quiet: bool = False) -> BenchResult:
 
 
 async def _measure(
-    config: BenchConfig, slo: Slo | None, plans: Any, screen: console.Screen
+    config: BenchConfig, slo: Slo | None, plans: Any, trace: list[TraceEntry], screen: console.Screen
 ) -> tuple[dict[str, Any], list[tuple[str, list[RequestRecord]]]]:
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     http = HttpClient(config.base_url(), headers=headers)
@@ -77,7 +79,7 @@ async def _measure(
     try:
         with _interruptible(stop, screen):
             await client.connect()
-            supply = await _make_workload(config, client, salt)
+            supply = await _make_workload(config, client, salt, trace)
             notes = _notes(config, slo, supply)
             screen.start(config, slo, supply.description, notes)
             await client.preflight(supply.probe())
@@ -113,8 +115,12 @@ async def _one_run(
     return entry, load.records
 
 
-async def _make_workload(config: BenchConfig, client: LoadClient, salt: str) -> workload.Workload:
+async def _make_workload(
+    config: BenchConfig, client: LoadClient, salt: str, trace: list[TraceEntry]
+) -> workload.Workload:
     as_text = config.request_format == "chat"
+    if trace:
+        return trace_workload(trace, await _vocabulary(config, client, as_text), salt, as_text)
     path = Path(config.data)
     if config.data.endswith(".jsonl") or path.is_file():
         return workload.from_file(path, config.request_format)

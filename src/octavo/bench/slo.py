@@ -134,7 +134,7 @@ def highest_holding(runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     if not judged:
         return None
     found: dict[str, Any] = {}
-    for key, kinds in (("rate", ("constant", "poisson", "replay")), ("streams", ("synchronous", "concurrent"))):
+    for key, kinds in (("rate", ("constant", "poisson")), ("streams", ("synchronous", "concurrent"))):
         chosen = sorted((r for r in judged if r["profile"] in kinds), key=lambda r: r[key])
         if chosen and not (key == "streams" and "rate" in found and len(chosen) == 1):  # a sweep's floor is no capacity
             best = None
