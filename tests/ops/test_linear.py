@@ -204,8 +204,8 @@ def test_float32_goes_through_torch(kind: str) -> None:
 def test_unserved_schemes_are_refused_by_name() -> None:
     generator = torch.Generator().manual_seed(12)
     weight = quantized(16, 32, "8s", 32, generator)
-    static = ActivationScheme(dynamic=False)
-    weight.scheme = WeightScheme(8, "int", True, "group", 32, static)
+    four_bits = ActivationScheme(num_bits=4)
+    weight.scheme = WeightScheme(8, "int", True, "group", 32, four_bits)
     with pytest.raises(UserError, match=r"activations with .* have no kernel"):
         ops.pack_weight(weight, torch.bfloat16)
     weight.scheme = WeightScheme(8, "float", True, "channel")

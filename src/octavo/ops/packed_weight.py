@@ -21,22 +21,23 @@ from octavo.ops import reference
 class ActivationSchemeLike(Protocol):
     """How the input of a layer is quantized; see `octavo.checkpoint.scheme.ActivationScheme`."""
 
-    num_bits: int
-    type: str
-    symmetric: bool
-    strategy: str
-    dynamic: bool
+    @property
+    def num_bits(self) -> int: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def symmetric(self) -> bool: ...
+    @property
+    def strategy(self) -> str: ...
 
 
 class WeightSchemeLike(Protocol):
     """How a weight is quantized; see `octavo.checkpoint.scheme.WeightScheme`."""
 
-    num_bits: int
-    type: str
-    symmetric: bool
-    strategy: str
-    group_size: int | None
-
+    @property
+    def num_bits(self) -> int: ...
+    @property
+    def type(self) -> str: ...
     @property
     def activations(self) -> ActivationSchemeLike | None: ...
 
@@ -48,11 +49,14 @@ class QuantizedWeightLike(Protocol):
     scale, offset: [N, G], g = k // (K / G); offset may be None for 8-bit codes.
     """
 
-    shape: tuple[int, int]
-    codes: Tensor
-    scale: Tensor
-    offset: Tensor | None
-
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def codes(self) -> Tensor: ...
+    @property
+    def scale(self) -> Tensor: ...
+    @property
+    def offset(self) -> Tensor | None: ...
     @property
     def scheme(self) -> WeightSchemeLike: ...
 
@@ -171,10 +175,11 @@ def quantizes_input(scheme: WeightSchemeLike) -> bool:
     activations = scheme.activations
     if activations is None:
         return False
-    kind = (activations.num_bits, activations.type, activations.symmetric, activations.strategy, activations.dynamic)
-    if kind != (8, "int", True, "token", True):
+    # A static scale is not read from the checkpoint: scaling each token by its own range is at least as accurate.
+    kind = (activations.num_bits, activations.type, activations.symmetric)
+    if kind != (8, "int", True) or activations.strategy not in ("token", "tensor"):
         raise UserError(
-            f"activations with (bits, type, symmetric, strategy, dynamic) = {kind} have no kernel; "
-            "(8, 'int', True, 'token', True) does: compress with the scheme W8A8 or a weight-only scheme"
+            f"activations with (bits, type, symmetric) = {kind} by {activations.strategy} have no kernel; "
+            "(8, 'int', True) by token or tensor do: compress with the scheme W8A8 or a weight-only scheme"
         )
     return True
