@@ -6,7 +6,7 @@ import csv
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from octavo.compress.hub_data import hub_rows
 from octavo.errors import UserError
 
 _PIECE = 4_000_000  # characters that are tokenized at once
+_DEFAULT_LENGTH = 512
 FILE_TYPES = (".txt", ".raw", ".md", ".jsonl", ".json", ".csv")
 
 
@@ -37,7 +38,7 @@ class CalibrationSpec:
     splits: str | None = None
     text_column: str = "text"
     num_calibration_samples: int = 128
-    max_seq_length: int = 512
+    max_seq_length: int | None = None
     shuffle_calibration_samples: bool = False
     concatenate_data: bool | None = None
     streaming: bool = False
@@ -46,8 +47,19 @@ class CalibrationSpec:
     def __post_init__(self) -> None:
         for name, least in (("num_calibration_samples", 1), ("max_seq_length", 8)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
+            if value is not None and (not isinstance(value, int) or value < least):
                 raise UserError(f"{name} is {value!r}; it must be a whole number of at least {least}", param=name)
+
+    def within(self, context: int | None) -> CalibrationSpec:
+        """With max_seq_length set: 512 tokens by default, never more than a model's context."""
+        if self.max_seq_length is None:
+            return replace(self, max_seq_length=min(_DEFAULT_LENGTH, context or _DEFAULT_LENGTH))
+        if context is not None and self.max_seq_length > context:
+            raise UserError(
+                f"max_seq_length is {self.max_seq_length}, but the model's context ends at {context} tokens",
+                param="max_seq_length",
+            )
+        return self
 
 
 @dataclass
@@ -73,15 +85,17 @@ class CalibrationData:
 
 def load_calibration(spec: CalibrationSpec, tokenizer: Any) -> CalibrationData:
     """Read and tokenize. UserError for what cannot be found, read, or holds no text."""
+    spec = spec.within(None)
+    length: int = spec.max_seq_length  # type: ignore[assignment]
     rows, source, running = _rows(spec)
     wanted = spec.num_calibration_samples
     concatenate = running if spec.concatenate_data is None else spec.concatenate_data
     limit = None if spec.shuffle_calibration_samples else wanted
     if concatenate:
-        sequences = _windows(_texts(rows, spec, tokenizer, source), spec.max_seq_length, limit, tokenizer)
+        sequences = _windows(_texts(rows, spec, tokenizer, source), length, limit, tokenizer)
     else:
         encoded = (_encode(row, spec, tokenizer, source) for row in rows)
-        sequences = list(islice((ids[: spec.max_seq_length] for ids in encoded if len(ids) > 1), limit))
+        sequences = list(islice((ids[:length] for ids in encoded if len(ids) > 1), limit))
     if spec.shuffle_calibration_samples:
         order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(spec.seed)).tolist()
         sequences = [sequences[index] for index in order[:wanted]]

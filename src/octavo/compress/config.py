@@ -37,7 +37,9 @@ class CompressConfig:
     calibration_file: str | None = setting(None, "text to calibrate on: .txt, .jsonl, .json or .csv", metavar="FILE")
     text_column: str = setting("text", "column of the data set or file that holds the text")
     num_calibration_samples: int = setting(128, "sequences to calibrate on")
-    max_seq_length: int = setting(512, "tokens a calibration sequence")
+    max_seq_length: int | None = setting(
+        None, "tokens a calibration sequence (default: 512, or the model's context if shorter)", metavar="TOKENS"
+    )
     shuffle_calibration_samples: bool = setting(False, "draw the sequences at random instead of taking the first ones")
     group_size: int | None = setting(
         None, "inputs that share a scale, -1 for a whole row (default: the scheme's; 128, 64 or 32 where that fits)"

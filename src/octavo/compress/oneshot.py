@@ -53,7 +53,7 @@ def oneshot(
     splits: str | None = None,
     text_column: str = "text",
     num_calibration_samples: int = 128,
-    max_seq_length: int = 512,
+    max_seq_length: int | None = None,
     shuffle_calibration_samples: bool = False,
     concatenate_data: bool | None = None,
     streaming: bool = False,
@@ -66,7 +66,8 @@ def oneshot(
     model: what Octavo reads (directory, .gguf file, Hugging Face id, "demo") or a loaded PreTrainedModel, which is
     changed in place. recipe: a modifier of `octavo.modifiers`, a list of them, YAML, or a YAML file's path. dataset: a
     name on the Hub, a file, a datasets.Dataset, or a list of texts; the built-in text without one. tokenizer: a
-    directory, an id or a tokenizer, by default the model's. batch_size: sequences a forward pass; by default all at
+    directory, an id or a tokenizer, by default the model's. max_seq_length: tokens a sequence,
+    by default 512 or the model's context if that is shorter. batch_size: sequences a forward pass; by default all at
     once where they are of one length and fit, else one. resume goes on after the blocks that an interrupted call
     finished in `output_dir`. After this, `model.save_pretrained(directory)` writes the compressed checkpoint as well.
 
@@ -175,16 +176,11 @@ class _Job:
     def _calibration(self) -> CalibrationData | None:
         if all(modifier.statistics == "none" for modifier in self.modifiers):
             return None
-        limit = getattr(self.source.model.config.get_text_config(), "max_position_embeddings", None)
-        if limit is not None and self.spec.max_seq_length > limit:
-            raise UserError(
-                f"max_seq_length is {self.spec.max_seq_length}, but the model's context ends at {limit} tokens",
-                param="max_seq_length",
-            )
+        spec = self.spec.within(getattr(self.source.model.config.get_text_config(), "max_position_embeddings", None))
         tokenizer = self.source.tokenizer
         if tokenizer is None:
             raise UserError("a loaded model brings no tokenizer for the calibration text; give tokenizer=...")
-        return load_calibration(self.spec, tokenizer)
+        return load_calibration(spec, tokenizer)
 
     def _batches(self, data: CalibrationData | None) -> list[Tensor]:
         if data is None:

@@ -1,0 +1,170 @@
+"""Recipes, schemes and settings: what they mean, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import octavo.modifiers
+from octavo.checkpoint.scheme import ActivationScheme, WeightScheme
+from octavo.compress.config import CompressConfig
+from octavo.compress.oneshot import modifiers_of, run
+from octavo.compress.recipe import NOT_YET, dump_recipe, parse_recipe
+from octavo.compress.schemes import fit_group, preset, scheme_groups, with_group_size
+from octavo.errors import UserError
+from octavo.modifiers import GPTQModifier, QuantizationModifier
+
+YAML = """
+quant_stage:
+  quant_modifiers:
+    GPTQModifier:
+      targets: [Linear]
+      ignore: [lm_head, 're:.*mlp.gate$']
+      scheme: W4A16
+      dampening_frac: 0.02
+"""
+
+
+def test_presets() -> None:
+    assert preset("w4a16") == WeightScheme(4, strategy="group", group_size=128)
+    assert preset("W8A16") == WeightScheme(8, strategy="group", group_size=128)
+    assert preset("INT8") == preset("W8A8") == WeightScheme(8, strategy="channel", activations=ActivationScheme())
+    for name in ("FP8_DYNAMIC", "W4A16_ASYM", "NVFP4A16"):
+        with pytest.raises(UserError, match=f"{name}' is not there yet; the schemes that work are W4A16, W8A16, W8A8"):
+            preset(name)
+    with pytest.raises(UserError, match="unknown scheme 'W5'"):
+        preset("W5")
+
+
+def test_groups_that_fit() -> None:
+    scheme = preset("W4A16")
+    sizes = [(fit_group(scheme, columns) or scheme).group_size for columns in (1536, 576, 96)]
+    assert sizes == [128, 64, 32]
+    assert fit_group(scheme, 100) is None
+    assert fit_group(with_group_size(scheme, 32), 40) is None
+    assert with_group_size(scheme, -1) == WeightScheme(4, strategy="channel")
+    with pytest.raises(UserError, match="group size 0"):
+        with_group_size(scheme, 0)
+    with pytest.raises(UserError, match="one scale a row"):
+        with_group_size(preset("W8A8"), 64)
+
+
+def test_config_groups() -> None:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
+    groups = scheme_groups(None, (), {"group_0": {"targets": ["Linear"], "weights": weights}})
+    assert groups[0].scheme == WeightScheme(4, group_size=64)
+    int8 = {"num_bits": 8, "strategy": "channel"}
+    token = {"num_bits": 8, "strategy": "token", "dynamic": True}
+    eight = scheme_groups(None, (), {"g": {"targets": "Linear", "weights": int8, "input_activations": token}})
+    assert eight[0].scheme == preset("W8A8")
+    assert scheme_groups({"W4A16": ["re:.*mlp"]}, (), None)[0].targets == ("re:.*mlp",)
+
+
+@pytest.mark.parametrize(
+    ("weights", "activations"),
+    [
+        ({"num_bits": 3, "group_size": 64}, None),
+        ({"num_bits": 4, "group_size": 64, "symmetric": False}, None),
+        ({"num_bits": 8, "type": "float", "strategy": "tensor"}, None),
+        ({"num_bits": 4, "group_size": 64}, {"num_bits": 8, "strategy": "token", "dynamic": True}),
+        ({"num_bits": 8, "strategy": "channel"}, {"num_bits": 8, "strategy": "tensor", "dynamic": False}),
+    ],
+)
+def test_config_groups_that_are_not_there_yet(weights: dict[str, Any], activations: dict[str, Any] | None) -> None:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    with pytest.raises(UserError, match="not there yet; what works"):
+        scheme_groups(None, (), {"group_0": group})
+
+
+def test_recipes_in_every_form(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(YAML)
+    as_json = tmp_path / "recipe.json"
+    as_json.write_text(json.dumps({"s_stage": {"a_modifiers": {"QuantizationModifier": {"scheme": "W8A16"}}}}))
+    for recipe in (YAML, path, str(path), [YAML]):
+        (modifier,) = parse_recipe(recipe)
+        assert isinstance(modifier, GPTQModifier)
+        assert modifier.dampening_frac == 0.02
+        assert modifier.ignore == ["lm_head", "re:.*mlp.gate$"]
+    assert parse_recipe(as_json)[0] == QuantizationModifier(scheme="W8A16")
+    both = [
+        GPTQModifier(scheme="W4A16", targets=["re:.*mlp"]),
+        QuantizationModifier(scheme="W8A16", targets=["re:.*q"]),
+    ]
+    assert parse_recipe(both) == both
+    assert parse_recipe(dump_recipe(both)) == both  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("a_stage:\n  m_modifiers:\n    AWQModifier: {scheme: W4A16}", "'AWQModifier' is not there yet"),
+        ("a_stage:\n  m_modifiers:\n    MagicModifier: {}", "'MagicModifier' is unknown"),
+        ("a_stage:\n  m_modifiers:\n    GPTQModifier: {scheme: W4A16, dampening: 1}", "takes no 'dampening'; it takes"),
+        ("stage:\n  m: 1", "'stage' is not understood"),
+        ("a_stage: {}\nb: [", "not YAML"),
+        ("just text\n", "mapping of stages"),
+        ("nowhere.yaml", "is not there"),
+        ("a_stage: {}\n", "names no modifier"),
+        (7, "recipe is a int"),
+    ],
+)
+def test_bad_recipes_are_named(recipe: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_recipe(recipe)
+
+
+def test_modifiers_refuse_what_they_do_not_know() -> None:
+    with pytest.raises(TypeError, match="offload_hessians"):
+        GPTQModifier(scheme="W4A16", offload_hessians=True)  # type: ignore[call-arg]
+    with pytest.raises(UserError, match="either scheme"):
+        QuantizationModifier()
+    with pytest.raises(UserError, match="observer or weight_observer"):
+        QuantizationModifier(scheme="W4A16", observer="mse", weight_observer="mse")
+    with pytest.raises(UserError, match=r"observers for \['input'\]"):
+        QuantizationModifier(scheme="W4A16", observer={"input": "minmax"})
+
+
+@pytest.mark.parametrize("name", NOT_YET)
+def test_later_modifiers_say_so(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} is not there yet"):
+        getattr(octavo.modifiers, name)(scheme="W4A16")
+
+
+def test_settings_become_a_modifier() -> None:
+    assert modifiers_of(CompressConfig("m", "out")) == [GPTQModifier(scheme="W4A16", ignore=["lm_head"])]
+    settings = CompressConfig("m", "out", scheme="W8A16", algorithm="rtn", observer="mse", group_size=64)
+    expected = QuantizationModifier(scheme="W8A16", ignore=["lm_head"], weight_observer="mse", group_size=64)
+    assert modifiers_of(settings) == [expected]
+    assert modifiers_of(CompressConfig("m", "out", actorder="none"))[0].actorder is None  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="'awq' is not there yet"):
+        modifiers_of(CompressConfig("m", "out", algorithm="awq"))
+    with pytest.raises(UserError, match="not both"):
+        modifiers_of(CompressConfig("m", "out", recipe="r.yaml", scheme="W4A16"))
+    with pytest.raises(UserError, match="not both"):
+        run(CompressConfig("m", "out", dataset="wikitext", calibration_file="a.txt"))
+
+
+def test_the_command_line_compresses_a_checkpoint(
+    tiny_llama: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = CompressConfig(
+        str(tiny_llama), str(tmp_path), group_size=32, calibration_file=str(text_file), max_seq_length=32,
+        num_calibration_samples=4,
+    )  # fmt: skip
+    result = run(settings)
+    printed = capsys.readouterr().out
+    assert "4-bit codes alone take 12.5 % of 32-bit weights" in printed
+    assert "the embeddings stay unquantized" in printed
+    report = json.loads((tmp_path / "compression_report.json").read_text())
+    assert report == json.loads(json.dumps(result.report))
+    assert report["calibration"] == {"source": str(text_file), "sequences": 4, "tokens": 128}
+    size = report["size"]
+    gap = size["ideal_percent"] - size["saved_percent"]
+    points = [float(line.split()[0]) for line in size["explanation"][1:]]
+    assert sum(points) == pytest.approx(gap, abs=0.3)
+    assert all(layer["error"] < 0.2 for layer in report["layers"])
+    assert {"config.json", "model.safetensors", "recipe.yaml", "tokenizer.json"} <= {p.name for p in tmp_path.iterdir()}

@@ -1,0 +1,107 @@
+"""A crash loses one block: what was finished is used again, and the files come out the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import tiny_model, token_samples
+
+from octavo.compress.oneshot import oneshot
+from octavo.compress.work_folder import FOLDER, WorkFolder
+from octavo.errors import UserError
+from octavo.modifiers import GPTQModifier
+
+
+class _Tokenizer:
+    def save_pretrained(self, directory: Path) -> None:
+        """There is nothing to write."""
+
+
+def compress(output_dir: Path, resume: bool = False, scheme: str = "W4A16", **arguments: Any) -> None:
+    size = None if scheme == "W8A8" else 32
+    recipe = GPTQModifier(scheme=scheme, ignore=["lm_head"], group_size=size, **arguments.pop("gptq", {}))
+    options = {"dataset": token_samples(), "recipe": recipe, "tokenizer": _Tokenizer()} | arguments
+    oneshot(tiny_model("llama", num_hidden_layers=3), output_dir=output_dir, resume=resume, **options)
+
+
+def crash_after(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
+    original = WorkFolder.save
+
+    def save(self: WorkFolder, index: int, *rest: Any) -> None:
+        if index == blocks:
+            raise KeyboardInterrupt
+        original(self, index, *rest)
+
+    monkeypatch.setattr(WorkFolder, "save", save)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_resumed_files_are_identical(
+    scheme: str, batch_size: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"scheme": scheme, "batch_size": batch_size}
+    compress(tmp_path / "whole", **arguments)
+    with monkeypatch.context() as patch:
+        crash_after(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            compress(tmp_path / "broken", **arguments)
+    assert not (tmp_path / "broken" / "config.json").exists()
+    done = sorted(path.name for path in (tmp_path / "broken" / FOLDER).glob("*.safetensors"))
+    assert done == ["block-00000.safetensors", "block-00001.safetensors"]
+    with monkeypatch.context() as patch:
+        solved: list[str] = []
+        original = GPTQModifier.quantize
+        patch.setattr(
+            GPTQModifier,
+            "quantize",
+            lambda self, layers, inputs: (
+                solved.extend(layer.name for layer in layers) or original(self, layers, inputs)
+            ),
+        )
+        compress(tmp_path / "broken", resume=True, **arguments)
+    assert solved
+    assert all(name.startswith("model.layers.2.") for name in solved)
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "whole").glob("*")}
+    broken = {path.name: path.read_bytes() for path in (tmp_path / "broken").glob("*")}
+    assert set(whole) == set(broken)
+    for name in set(whole) - {"compression_report.json"}:
+        assert whole[name] == broken[name], name
+    reports = [json.loads(files["compression_report.json"]) for files in (whole, broken)]
+    assert reports[0]["layers"] == reports[1]["layers"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"gptq": {"dampening_frac": 0.02}}, "another recipe"),
+        ({"dataset": token_samples(seed=77)}, "another calibration data"),
+        ({"seed": 1}, "another seed"),
+    ],
+)
+def test_resuming_with_something_else_is_refused(
+    change: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        crash_after(patch, 1)
+        with pytest.raises(KeyboardInterrupt):
+            compress(tmp_path)
+    with pytest.raises(UserError, match=named):
+        compress(tmp_path, resume=True, **change)
+    compress(tmp_path, **change)  # without resume it starts anew
+    assert (tmp_path / "config.json").is_file()
+    assert not (tmp_path / FOLDER).exists()
+
+
+def test_resuming_a_finished_run_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compress(tmp_path)
+    monkeypatch.setattr(GPTQModifier, "quantize", lambda *_: pytest.fail("it was computed again"))
+    compress(tmp_path, resume=True)
+
+
+def test_resume_needs_a_folder() -> None:
+    with pytest.raises(UserError, match="output_dir"):
+        oneshot(tiny_model("llama"), dataset=[[1, 2]], recipe=GPTQModifier(scheme="W8A16"), resume=True)
