@@ -23,7 +23,7 @@ from octavo.server.app import build_app
 from octavo.server.config import ServerConfig
 from octavo.server.state import ServerState
 
-START_SECONDS = 120
+START_SECONDS = 240  # a quiet machine needs about 6, a busy one many times that
 _SCRIPT = """
 import json, sys
 from octavo.engine.config import EngineConfig
