@@ -73,9 +73,16 @@ _RESULT: dict[str, Any] = {
             "bytes": 113_000_000,
             "parts": {"embeddings": 56_600_000, "linear layers": 53_100_000, "scales": 3_200_000, "norms": 100_000},
         },
-        "explanation": "58 % less rather than 75 %, because the embeddings stay.",
+        "explanation": ["58 % less rather than 75 %.", "  15.8 points: the embeddings stay"],
+        "saved_percent": 58.0,
     },
-    "compression": {"seconds": 55.5, "samples": 32, "sequence_length": 512},
+    "compression": {
+        "seconds": 55.5,
+        "calibration": {"source": "built-in text", "sequences": 32, "tokens": 16384},
+        "mean_error": 0.0123,
+        "worst_layer": {"name": "model.layers.0.mlp.down_proj", "error": 0.0456},
+        "notes": ["a note of the compression"],
+    },
     "perplexity": {
         "before": {"perplexity": 20.0, "ci95": [18.5, 21.6], "tokens": 12288, "windows": 24},
         "after": {"perplexity": 21.0, "ci95": [19.4, 22.7], "tokens": 12288, "windows": 24},

@@ -55,6 +55,8 @@ def test_advice_is_given_for_what_was_missed():
         check_load("load", "", {"attainment": 1.0, "met": True}, 1),
     )
     assert [line.split(":")[0] for line in advise(checks, "W4A16")] == ["size", "quality"]
+    loads = [check_load(name, "", {"attainment": 0.0, "met": False}, 1) for name in ("one load", "another")]
+    assert [line.split(":")[0] for line in advise(loads, "W4A16")] == ["one load and another"]
 
 
 def test_kv_memory_at_the_busiest_moment():

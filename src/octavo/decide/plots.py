@@ -115,7 +115,8 @@ class _Axis:
         """Round values inside the range."""
         if self.is_log:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            return [m * 10.0**p for p in powers for m in (1, 2, 5) if self.low <= m * 10.0**p <= self.high]
+            steps = (1, 2, 5) if self.high / self.low < 500 else (1,)
+            return [m * 10.0**p for p in powers for m in steps if self.low <= m * 10.0**p <= self.high]
         raw = (self.high - self.low or 1) / count
         power = 10.0 ** math.floor(math.log10(raw))
         step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw)

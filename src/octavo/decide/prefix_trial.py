@@ -63,6 +63,10 @@ class Round:
         return self.moved("prefix_cache_hits_total") / queries if queries else 0.0
 
     @property
+    def mean_first_token_s(self) -> float:
+        return sum(answer.first_token_s for answer in self.answers) / len(self.answers)
+
+    @property
     def peak_running(self) -> int:
         return int(max((s.values["num_requests_running"] for s in self.samples), default=0))
 

@@ -16,40 +16,28 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rich.console import Console
-
 from octavo import __version__
 from octavo.bench.slo import Slo
 from octavo.decide import steps
 from octavo.decide.config import QuickstartConfig
 from octavo.decide.kv_memory import KVMemory, kv_memory_at_peak
+from octavo.decide.narrator import Narrator
 from octavo.decide.prefix_trial import Round, run_prefix_trial
 from octavo.decide.prometheus import read_cache_layout
 from octavo.decide.report import Result, render
 from octavo.decide.server_process import ServerProcess
-from octavo.decide.verdict import Check, Verdict, advise, check_load, check_perplexity, check_size
+from octavo.decide.verdict import Verdict, advise, check_load, check_perplexity, check_size
 from octavo.errors import UserError
 
 
 class _Loop:
-    """One run: where it writes, what it says, and how long each stage took."""
+    """One run: its settings, its objective and the folder it writes to."""
 
     def __init__(self, config: QuickstartConfig) -> None:
         self.config = config
         self.slo = Slo.parse(config.slo)
         self.folder = _make_folder(config.output_dir)
-        self.console = Console(highlight=False)
-        self.stages: list[dict[str, Any]] = []
-
-    def say(self, text: str) -> None:
-        self.console.print(f"      {text}", markup=False)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        self.console.print(f"[bold][{len(self.stages) + 1}/6][/bold] {name}")
-        begin = time.monotonic()
-        yield
-        self.stages.append({"name": name, "seconds": time.monotonic() - begin})
+        self.narrator = Narrator(num_stages=6)
 
 
 def quickstart(config: QuickstartConfig) -> Result:
@@ -66,27 +54,27 @@ def quickstart(config: QuickstartConfig) -> Result:
 def _run(loop: _Loop, begin: float) -> Result:
     config, folder = loop.config, loop.folder
     _state_objectives(loop)
-    with loop.stage(f"compress {config.model} to {config.scheme} with {config.algorithm}"):
+    with loop.narrator.stage(f"compress {config.model} to {config.scheme} with {config.algorithm}"):
         compression = steps.compress(config, folder)
         size = compression.size
-        loop.say(f"{_mb(size['before']['bytes'])} before, {_mb(size['after']['bytes'])} after: {size['explanation']}")
-    with loop.stage("perplexity on held-out text, before and after"):
-        perplexity = steps.compare_perplexity(config, folder, compression.model_dir)
+        loop.narrator.size(compression)
+    with loop.narrator.stage("perplexity on held-out text, before and after"):
+        perplexity = steps.compare_perplexity(config.perplexity_windows, config.model, str(compression.model_dir))
         before, after = perplexity["before"]["perplexity"], perplexity["after"]["perplexity"]
-        loop.say(f"{before:.2f} before, {after:.2f} after: {perplexity['rise_percent']:+.1f} %")
+        loop.narrator.say(f"{before:.2f} before, {after:.2f} after: {perplexity['rise_percent']:+.1f} %")
     with ExitStack() as stack:
-        with loop.stage("serve the compressed model"):
+        with loop.narrator.stage("serve the compressed model"):
             server = stack.enter_context(ServerProcess(str(compression.model_dir), log=folder / "server.log"))
-            loop.say(f"{server.url} answered after {server.start_seconds:.1f} s")
-        with loop.stage("five questions at once, with different system prompts and with the same"):
+            loop.narrator.say(f"{server.url} answered after {server.start_seconds:.1f} s")
+        with loop.narrator.stage("five questions at once, with different system prompts and with the same"):
             rounds = run_prefix_trial(server.url, str(compression.model_dir))
-            _say_rounds(loop, rounds)
-        with loop.stage("load: one request at a time, then several"):
+            loop.narrator.rounds(rounds)
+        with loop.narrator.stage("load: one request at a time, then several"):
             loads = [steps.load(config, folder, server.url, streams) for streams in (1, config.streams)]
-            _say_loads(loop, loads)
+            loop.narrator.loads(loads)
             kv = _kv_memory(server.url, loads[-1])
-            _say_kv(loop, kv)
-    with loop.stage("decide"):
+            loop.narrator.kv(kv)
+    with loop.narrator.stage("decide"):
         verdict = _decide(loop, size, perplexity, loads)
         result = _collect(loop, compression, perplexity, rounds, loads, kv, verdict, time.monotonic() - begin)
     _write(loop, result, verdict)
@@ -94,9 +82,9 @@ def _run(loop: _Loop, begin: float) -> Result:
 
 
 def _state_objectives(loop: _Loop) -> None:
-    loop.console.print("[bold]Objectives, stated before anything is measured[/bold]")
-    loop.say(f"perplexity at most {loop.config.max_perplexity_increase:g} % higher than the original's")
-    loop.say(loop.slo.describe())
+    loop.narrator.head("Objectives, stated before anything is measured")
+    loop.narrator.say(f"perplexity at most {loop.config.max_perplexity_increase:g} % higher than the original's")
+    loop.narrator.say(loop.slo.describe())
 
 
 def _decide(loop: _Loop, size: dict[str, Any], perplexity: dict[str, Any], loads: list[dict[str, Any]]) -> Verdict:
@@ -153,19 +141,18 @@ def _collect(
             "advice": list(verdict.advice),
         },
         "next_command": _next_command(config, compression.model_dir, verdict),
-        "commands": steps.commands(config, loop.folder, compression.model_dir),
-        "stages": loop.stages,
+        "commands": steps.commands(config, compression.model_dir, loads),
+        "stages": loop.narrator.stages,
         "seconds": seconds,
     }
 
 
 def _round_result(entry: Round) -> dict[str, Any]:
-    first = [answer.first_token_s for answer in entry.answers]
     return {
         **dataclasses.asdict(entry),
         "hit_rate": entry.hit_rate,
         "peak_running": entry.peak_running,
-        "mean_first_token_s": sum(first) / len(first),
+        "mean_first_token_s": entry.mean_first_token_s,
     }
 
 
@@ -195,56 +182,10 @@ def _kv_memory(url: str, load: dict[str, Any]) -> KVMemory:
     )
 
 
-def _say_rounds(loop: _Loop, rounds: list[Round]) -> None:
-    for entry in rounds:
-        first = sum(answer.first_token_s for answer in entry.answers) / len(entry.answers)
-        queries, hits = "prefix_cache_queries_total", "prefix_cache_hits_total"
-        loop.say(
-            f"{entry.name}: up to {entry.peak_running} running; {queries} {entry.before[queries]:,.0f} -> "
-            f"{entry.after[queries]:,.0f}, {hits} {entry.before[hits]:,.0f} -> {entry.after[hits]:,.0f} "
-            f"({entry.hit_rate:.0%} found); first token after {first:.2f} s"
-        )
-
-
-def _say_loads(loop: _Loop, loads: list[dict[str, Any]]) -> None:
-    for load in loads:
-        metrics = load["metrics"]
-        loop.say(
-            f"{load['title']}: {load['requests']['completed']} requests, TTFT p99 {metrics['ttft_ms']['p99']:.0f} ms, "
-            f"ITL p99 {metrics['itl_ms']['p99']:.1f} ms, {load['output_tokens_per_second']:.0f} output tokens/s; "
-            f"objective {'met' if load['slo']['met'] else 'missed'} ({load['slo']['attainment']:.1%} hold it)"
-        )
-
-
-def _say_kv(loop: _Loop, kv: KVMemory) -> None:
-    loop.say(
-        f"KV memory with {kv.running} running: {_mb(kv.paged_bytes)} in {kv.blocks} blocks; contiguous reservations of "
-        f"{kv.max_model_len:,} tokens would have locked {_mb(kv.contiguous_bytes)} ({kv.ratio:.0f} times as much)"
-    )
-
-
 def _write(loop: _Loop, result: Result, verdict: Verdict) -> None:
     (loop.folder / "report.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     (loop.folder / "report.html").write_text(render(result), encoding="utf-8")
-    style = "green" if verdict.is_deploy else "red"
-    loop.console.print(f"\n[bold {style}]{verdict.headline}[/bold {style}]")
-    for check in verdict.checks:
-        loop.say(_check_line(check))
-    for line in verdict.advice:
-        loop.say(line)
-    loop.console.print(f"\nreport: {loop.folder / 'report.html'} ({result['seconds']:.0f} s in all)", markup=False)
-    loop.console.print(f"go on with: {result['next_command']}", markup=False, soft_wrap=True)
-
-
-def _check_line(check: Check) -> str:
-    note = f" ({check.note})" if check.note else ""
-    return (
-        f"{'met   ' if check.is_met else 'missed'} {check.name}: {check.measured}; objective: {check.objective}{note}"
-    )
-
-
-def _mb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:.1f} MB"
+    loop.narrator.verdict(verdict, loop.folder / "report.html", result["seconds"], result["next_command"])
 
 
 def _make_folder(name: str) -> Path:

@@ -51,7 +51,8 @@ def _cdf_plot(loads: list[dict[str, Any]], metric: str, label: str, limits: dict
     for color, load in zip(itertools.cycle(COLORS), loads, strict=False):
         quantiles = load["distributions"][metric]
         if quantiles is not None:
-            points = [(value, percent) for percent, value in zip(quantiles["percent"], quantiles["value"], strict=True)]
+            pairs = zip(quantiles["percent"], quantiles["value"], strict=True)
+            points = [(value, percent) for percent, value in pairs if percent >= 1]  # a stray 0 would stretch the axis
             series.append(Series(load["title"], points, color=color))
     if not series:
         return ""

@@ -6,7 +6,7 @@ import math
 import platform
 import shlex
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +27,55 @@ class Compression:
     summary: dict[str, Any]
 
 
-def compare_perplexity(config: QuickstartConfig, before: str, after: str) -> dict[str, Any]:
+def compress(config: QuickstartConfig, folder: Path) -> Compression:
+    """Compress as `octavo compress` does, calibrated on the built-in text."""
+    from octavo.compress import run
+    from octavo.compress.config import CompressConfig
+
+    model_dir = folder / f"model-{config.scheme.lower()}"
+    settings = CompressConfig(
+        model=config.model,
+        output_dir=str(model_dir),
+        scheme=config.scheme,
+        algorithm=config.algorithm,
+        num_calibration_samples=config.num_calibration_samples,
+        max_seq_length=config.max_seq_length,
+    )
+    report = run(settings, quiet=True).report
+    worst = max(report["layers"], key=lambda layer: layer["error"])
+    summary = {
+        "seconds": report["seconds"]["total"],
+        "calibration": report["calibration"],
+        "mean_error": report["mean_error"],
+        "worst_layer": {"name": worst["name"], "error": worst["error"]},
+        "notes": report["notes"],
+    }
+    return Compression(model_dir, _sizes(report["size"]), summary)
+
+
+def _sizes(size: dict[str, Any]) -> dict[str, Any]:
+    """The size report with its parts as two columns."""
+    result: dict[str, Any] = {"explanation": size["explanation"], "saved_percent": size["saved_percent"]}
+    for when in ("before", "after"):
+        parts = {part["part"]: part[f"{when}_bytes"] for part in size["parts"] if part[f"{when}_bytes"]}
+        result[when] = {"bytes": size[f"{when}_bytes"], "parts": parts}
+    return result
+
+
+def compare_perplexity(windows: int, before: str, after: str) -> dict[str, Any]:
     """Perplexity of both models on the same held-out windows, and the rise with its paired 95 % interval.
 
-    Each window is a unit: tokens of one window depend on each other. The rise of the two models on the same windows varies
-    far less than either value does, so its interval is taken from the differences window by window.
+    Each window is a unit: tokens of one window depend on each other. The rise between two models on the same windows
+    varies far less than either value does, so its interval is taken from the differences window by window.
     """
-    from octavo.bench.statistics import mean_interval
-
-    first = _window_scores(before, config.perplexity_windows)
-    second = _window_scores(after, config.perplexity_windows)
+    first = _window_scores(before, windows)
+    second = _window_scores(after, windows)
     result: dict[str, Any] = {"before": _perplexity(first), "after": _perplexity(second), "rise_ci95": None}
     differences = [b - a for a, b in zip(first["nll"], second["nll"], strict=True)]
-    interval = mean_interval(differences)
-    result["rise_percent"] = 100 * (math.exp(sum(differences) / len(differences)) - 1)
-    if interval is not None:
-        result["rise_ci95"] = [100 * (math.exp(bound) - 1) for bound in interval]
+    mean, low, high = _mean_with_interval(differences)
+    result["rise_percent"] = 100 * (math.exp(mean) - 1)
+    if len(differences) > 1:
+        result["rise_ci95"] = [100 * (math.exp(low) - 1), 100 * (math.exp(high) - 1)]
     return result
 
 
@@ -55,11 +88,11 @@ def _window_scores(model: str, windows: int) -> dict[str, Any]:
     scores, tokens = [], 0
     # A prefix hit would skip the very predictions that count.
     with LLM(model, max_model_len=PERPLEXITY_WINDOW, enable_prefix_caching=False) as llm:
-        ids = llm.get_tokenizer().encode(builtin_text("heldout"))
+        ids = llm.get_tokenizer().encode(builtin_text("heldout"), verbose=False)
         available = len(ids) // PERPLEXITY_WINDOW
         if available < windows:
             raise UserError(
-                f"perplexity_windows is {windows}; the held-out text has {available} windows of {PERPLEXITY_WINDOW} tokens",
+                f"perplexity_windows is {windows}; the held-out text has {available} of {PERPLEXITY_WINDOW} tokens",
                 param="perplexity_windows",
             )
         step = available // windows  # spread over the whole text, whose chapters differ
@@ -73,14 +106,18 @@ def _window_scores(model: str, windows: int) -> dict[str, Any]:
 
 
 def _perplexity(scores: dict[str, Any]) -> dict[str, Any]:
+    mean, low, high = _mean_with_interval(scores["nll"])
+    facts = {"tokens": scores["tokens"], "windows": len(scores["nll"]), "seconds": scores["seconds"]}
+    return {"perplexity": math.exp(mean), "ci95": [math.exp(low), math.exp(high)], **facts}
+
+
+def _mean_with_interval(values: list[float]) -> tuple[float, float, float]:
+    """The mean and its 95 % interval by Student's t (the mean itself for a single value)."""
     from octavo.bench.statistics import mean_interval
 
-    nll = scores["nll"]
-    value = math.exp(sum(nll) / len(nll))
-    interval = mean_interval(nll)
-    ends = [math.exp(bound) for bound in interval] if interval is not None else [value, value]
-    facts = {"tokens": scores["tokens"], "windows": len(nll), "seconds": scores["seconds"]}
-    return {"perplexity": value, "ci95": ends, **facts}
+    mean = sum(values) / len(values)
+    low, high = mean_interval(values) or (mean, mean)
+    return mean, mean if low is None else low, mean if high is None else high
 
 
 def load(config: QuickstartConfig, folder: Path, url: str, streams: int) -> dict[str, Any]:
@@ -113,6 +150,21 @@ def bench_settings(config: QuickstartConfig, folder: Path, url: str, streams: in
 
 def _load_title(streams: int) -> str:
     return "synchronous" if streams == 1 else f"concurrent, {streams} streams"
+
+
+def commands(config: QuickstartConfig, model_dir: Path, loads: list[dict[str, Any]]) -> list[str]:
+    """The commands that do the same one by one."""
+    how = ["--scheme", config.scheme, "--algorithm", config.algorithm]
+    how += ["--num-calibration-samples", str(config.num_calibration_samples)]
+    how += ["--max-seq-length", str(config.max_seq_length), "--output-dir", str(model_dir)]
+    text = ["--dataset", "builtin", "--window", str(PERPLEXITY_WINDOW)]
+    lines = [
+        ["octavo", "compress", config.model, *how],
+        ["octavo", "eval", "perplexity", config.model, *text],
+        ["octavo", "eval", "perplexity", str(model_dir), *text],
+        ["octavo", "serve", str(model_dir)],
+    ]
+    return [*(shlex.join(line) for line in lines), *(load["command"] for load in loads)]
 
 
 def cpu_name() -> str:

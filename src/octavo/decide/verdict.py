@@ -69,7 +69,10 @@ def advise(checks: Sequence[Check], scheme: str) -> tuple[str, ...]:
         "quality": f"a wider scheme than {scheme}, such as W8A16, or more calibration samples",
         "size": "a narrower scheme, such as W4A16",
     }
-    load = (
-        "fewer streams, shorter prompts, or a faster machine; `octavo bench --profile sweep` finds the rate that holds"
-    )
-    return tuple(f"{check.name}: try {hints.get(check.name, load)}." for check in checks if not check.is_met)
+    missed = [check.name for check in checks if not check.is_met]
+    lines = [f"{name}: try {hints[name]}." for name in missed if name in hints]
+    loads = [name for name in missed if name not in hints]
+    if loads:
+        where = "`octavo bench --profile sweep` finds the rate that holds"
+        lines.append(f"{' and '.join(loads)}: try shorter prompts, fewer streams or a faster machine; {where}.")
+    return tuple(lines)

@@ -1,0 +1,101 @@
+"""What the quickstart tells on the terminal while it runs, and how long each stage took."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from octavo.decide.kv_memory import KVMemory
+from octavo.decide.prefix_trial import Round
+from octavo.decide.steps import Compression
+from octavo.decide.verdict import Check, Verdict
+
+MAX_WIDTH = 120
+
+
+class Narrator:
+    """Headlines and findings; `stages` collects names and seconds."""
+
+    def __init__(self, num_stages: int) -> None:
+        self._console = Console(highlight=False)
+        self._num_stages = num_stages
+        self.stages: list[dict[str, Any]] = []
+
+    def head(self, text: str) -> None:
+        """A line that stands out."""
+        self._console.print(text, style="bold", markup=False)
+
+    def say(self, text: str) -> None:
+        """A finding, wrapped and indented under its stage."""
+        width = max(60, min(self._console.width, MAX_WIDTH))
+        first = 6 + len(text) - len(text.lstrip())
+        lines = textwrap.fill(text.strip(), width, initial_indent=" " * first, subsequent_indent=" " * (first + 2))
+        self._console.print(lines, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Announce a stage and time it."""
+        self.head(f"[{len(self.stages) + 1}/{self._num_stages}] {name}")
+        begin = time.monotonic()
+        yield
+        self.stages.append({"name": name, "seconds": time.monotonic() - begin})
+
+    def size(self, compression: Compression) -> None:
+        size, summary = compression.size, compression.summary
+        before, after = (mb(size[when]["bytes"]) for when in ("before", "after"))
+        self.say(f"{before} before, {after} after, in {summary['seconds']:.1f} s")
+        for line in size["explanation"]:
+            self.say(line)
+        worst = summary["worst_layer"]
+        largest = f"largest {worst['error']:.4f} ({worst['name']})"
+        self.say(f"relative error of the layers' outputs: mean {summary['mean_error']:.4f}, {largest}")
+
+    def rounds(self, rounds: Sequence[Round]) -> None:
+        queries, hits = "prefix_cache_queries_total", "prefix_cache_hits_total"
+        for entry in rounds:
+            self.say(
+                f"{entry.name}: up to {entry.peak_running} running; {queries} {entry.before[queries]:,.0f} -> "
+                f"{entry.after[queries]:,.0f}, {hits} {entry.before[hits]:,.0f} -> {entry.after[hits]:,.0f} "
+                f"({entry.hit_rate:.0%} found); first token after {entry.mean_first_token_s:.2f} s"
+            )
+
+    def loads(self, loads: Sequence[dict[str, Any]]) -> None:
+        for load in loads:
+            metrics = load["metrics"]
+            self.say(
+                f"{load['title']}: {load['requests']['completed']} requests, "
+                f"TTFT p99 {metrics['ttft_ms']['p99']:.0f} ms, ITL p99 {metrics['itl_ms']['p99']:.1f} ms, {load['output_tokens_per_second']:.0f} output tokens/s; "
+                f"objective {'met' if load['slo']['met'] else 'missed'} ({load['slo']['attainment']:.1%} hold it)"
+            )
+
+    def kv(self, kv: KVMemory) -> None:
+        self.say(
+            f"KV memory with {kv.running} running: {mb(kv.paged_bytes)} in {kv.blocks} blocks; contiguous reservations "
+            f"of {kv.max_model_len:,} tokens would have locked {mb(kv.contiguous_bytes)} ({kv.ratio:.0f} times as much)"
+        )
+
+    def verdict(self, verdict: Verdict, page: Path, seconds: float, next_command: str) -> None:
+        style = "bold green" if verdict.is_deploy else "bold red"
+        self._console.print(f"\n{verdict.headline}", style=style, markup=False)
+        for check in verdict.checks:
+            self.say(_check_line(check))
+        for line in verdict.advice:
+            self.say(line)
+        self._console.print(f"\nreport: {page} ({seconds:.0f} s in all)", markup=False, soft_wrap=True)
+        self._console.print(f"go on with: {next_command}", markup=False, soft_wrap=True)
+
+
+def mb(num_bytes: float) -> str:
+    """Megabytes of 10^6 bytes."""
+    return f"{num_bytes / 1e6:.1f} MB"
+
+
+def _check_line(check: Check) -> str:
+    note = f" ({check.note})" if check.note else ""
+    return f"{'met   ' if check.is_met else 'missed'} {check.name}: {check.measured}{note}"
