@@ -62,14 +62,17 @@ def solve(
     order = torch.argsort(diagonal, descending=True) if settings.act_order else torch.arange(len(diagonal))
     factor, damping = inverse_factor(hessian[order][:, order], settings.dampening_frac)
     scale = choose_scales(target, diagonal, scheme, settings.observer, scale_dtype)
-    if factor is None:
+    norm = _quadratic(target, hessian)
+    if factor is None or damping is None:
         codes = quantize(target, scale, scheme.num_bits)
+        error = _quadratic(dequantize(codes, scale).sub_(target), hessian)
     else:
-        codes = _Columns(target, scale, order, factor, scheme.num_bits).round_all(settings.block_size)
-    difference = dequantize(codes, scale).sub_(weight)
-    return Solution(
-        codes, scale, _quadratic(difference, hessian), _quadratic(weight, hessian), damping, int(dead.sum())
-    )
+        columns = _Columns(target, scale, order, factor, scheme.num_bits)
+        codes = columns.round_all(settings.block_size)
+        # The column errors squared sum up to the quadratic form of the damped Hessian; the damping's part is taken off.
+        difference = dequantize(codes, scale).sub_(target).square_().sum(dim=1)
+        error = columns.errors.square_().sum(dim=0).sub_(difference * (damping * diagonal.mean())).clamp_min_(0)
+    return Solution(codes, scale, error, norm, damping, int(dead.sum()))
 
 
 def _quadratic(rows: Tensor, hessian: Tensor) -> Tensor:

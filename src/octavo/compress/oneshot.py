@@ -20,6 +20,7 @@ from octavo.compress.blocks import Blocks, find_blocks
 from octavo.compress.calibration import CalibrationData, CalibrationSpec, load_calibration
 from octavo.compress.config import CompressConfig
 from octavo.compress.export import RECIPE, REPORT, attach_save, write_checkpoint
+from octavo.compress.memory import reused_buffers
 from octavo.compress.model_source import ModelSource, open_source
 from octavo.compress.modifiers.base import LayerResult, Modifier
 from octavo.compress.modifiers.gptq import GPTQModifier
@@ -156,7 +157,7 @@ class _Job:
                 return CompressionResult(output_dir, finished)
             folder = WorkFolder(output_dir, fingerprint, resume)
         pipeline = BlockPipeline(self.source, self.blocks, self.plan, self._batches(data))
-        with block_progress(len(self.blocks.modules)) as progress:
+        with block_progress(len(self.blocks.modules)) as progress, reused_buffers():
             results = pipeline.run(folder, progress)
         report = self._report(data, fingerprint, recipe, results, pipeline.seconds)
         if output_dir is not None and folder is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _CHUNK = 1 << 14  # tokens a product: keeps the float32 copy of the inputs small
-_PANEL = 512  # columns of the Hessian that are computed at once
+_PANELS = 4  # into which the Hessian is cut; more of them compute less of the unneeded half, in smaller products
 
 
 class InputStatistics:
@@ -56,10 +56,11 @@ def _add_gram(total: Tensor, rows: Tensor) -> None:
     as fast where the CPU can do it.
     """
     size = rows.shape[1]
+    width = max(128, -(-size // (64 * _PANELS)) * 64)
     wide = rows.float()
     with _bfloat16_products(rows.dtype == torch.bfloat16):
-        for start in range(0, size, _PANEL):
-            stop = min(start + _PANEL, size)
+        for start in range(0, size, width):
+            stop = min(start + width, size)
             total[start:, start:stop].addmm_(wide[:, start:].t(), wide[:, start:stop])
 
 

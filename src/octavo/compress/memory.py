@@ -1,0 +1,33 @@
+"""How the C library hands out the large buffers of a block's forward pass."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's names for mallopt
+_LARGE, _USUAL_LARGEST = 1 << 30, 32 << 20
+
+
+@contextmanager
+def reused_buffers() -> Iterator[None]:
+    """Keep freed buffers of up to 1 GiB for reuse while this lasts.
+
+    glibc otherwise asks the system for each buffer above 32 MiB and gives it back when it is freed; clearing the new
+    pages then takes a quarter of the forward pass of a calibration batch. At the end, what is free is given back.
+    Nothing happens with another C library.
+    """
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if library is None or not hasattr(library, "mallopt") or not hasattr(library, "malloc_trim"):
+        yield
+        return
+    library.mallopt(_MMAP_THRESHOLD, _LARGE)
+    library.mallopt(_TRIM_THRESHOLD, _LARGE)
+    try:
+        yield
+    finally:
+        library.mallopt(_MMAP_THRESHOLD, _USUAL_LARGEST)
+        library.mallopt(_TRIM_THRESHOLD, 2 * _USUAL_LARGEST)
+        library.malloc_trim(0)
