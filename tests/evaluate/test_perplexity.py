@@ -104,7 +104,7 @@ def test_interval_covers_the_mean_and_shrinks() -> None:
         ({}, "give one text"),
         ({"dataset": "wikitext", "file": "x"}, "give one text"),
         ({"file": "x", "window": 1}, "--window is 1"),
-        ({"file": "x", "stride": 4096}, r"--stride is 4096; it must be in 1..2047"),
+        ({"file": "x", "stride": 4096, "protocol": "sliding"}, r"--stride is 4096; it must be in 1..2047"),
         ({"file": "x", "protocol": "rolling"}, "--protocol is 'rolling'"),
         ({"file": "x", "max_windows": 0}, "--max-windows is 0"),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 PERCENTILES = (50, 90, 95, 99)
@@ -54,6 +55,7 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
     return front * result
 
 
+@cache
 def t_quantile(probability: float, degrees: float) -> float:
     """Quantile of Student's t for a probability in (0.5, 1), by bisection on its distribution function."""
     low, high = 0.0, 1.0

@@ -2,7 +2,7 @@
 
 Two forms are read. CSV with TIMESTAMP, ContextTokens, GeneratedTokens (the Azure LLM inference traces), and JSONL with
 timestamp (milliseconds), input_length, output_length and, where prefixes are known, hash_ids: one id for each 512
-prompt tokens, equal ids meaning equal text (the Mooncake traces), so that a prefix cache hits as it did in the recording.
+prompt tokens, equal ids meaning equal text (the Mooncake traces), so that a prefix cache hits as in the recording.
 """
 
 from __future__ import annotations

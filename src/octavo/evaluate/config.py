@@ -48,7 +48,7 @@ class PerplexityConfig:
             raise UserError(f"--protocol is {self.protocol!r}; choose {' or '.join(PROTOCOLS)}", param="protocol")
         if self.window < 2:
             raise UserError(f"--window is {self.window}; it must be at least 2 tokens", param="window")
-        if not 1 <= self.stride < self.window:
+        if self.protocol == "sliding" and not 1 <= self.stride < self.window:
             raise UserError(f"--stride is {self.stride}; it must be in 1..{self.window - 1}", param="stride")
         for name in ("max_windows", "batch_size"):
             value = getattr(self, name)
