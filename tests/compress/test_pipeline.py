@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from tiny_models import tiny_model, token_samples
 from torch import nn
 
 from octavo.compress.blocks import find_blocks
+from octavo.compress.model_source import CheckpointSource, LoadedSource, open_source
 from octavo.compress.oneshot import oneshot
 from octavo.compress.walker import BlockWalker
 from octavo.errors import CheckpointError, UnsupportedModelError, UserError
@@ -67,11 +69,10 @@ def test_layers_that_share_an_input_are_found() -> None:
 def test_the_checkpoint_loads_in_transformers_with_the_same_logits(
     family: str, modifier: Any, layer_bytes: float, tmp_path: Path
 ) -> None:
-    from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
     model = tiny_model(family)
-    changed = oneshot(model, dataset=token_samples(), recipe=modifier, tokenizer=_NO_TOKENIZER, output_dir=tmp_path)
+    changed = oneshot(model, dataset=token_samples(), recipe=modifier, output_dir=tmp_path)
     assert changed is model
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     ids = token_samples(2, 24, seed=11)
@@ -91,20 +92,8 @@ def _block_linears(model: Any) -> list[nn.Linear]:
     return [module for index in range(len(blocks.modules)) for _, module in blocks.linears(index)]
 
 
-class _NoTokenizer:
-    """Stands for a tokenizer where the data are token ids already."""
-
-    def save_pretrained(self, directory: Path) -> None:
-        """There is nothing to write."""
-
-
-_NO_TOKENIZER = _NoTokenizer()
-
-
 def compress(model: Any, recipe: Any, output_dir: Path | None = None, **arguments: Any) -> Any:
-    return oneshot(
-        model, dataset=token_samples(), recipe=recipe, tokenizer=_NO_TOKENIZER, output_dir=output_dir, **arguments
-    )
+    return oneshot(model, dataset=token_samples(), recipe=recipe, output_dir=output_dir, **arguments)
 
 
 def test_checkpoint_and_loaded_model_give_the_same_files(tiny_llama: Path, tmp_path: Path) -> None:
@@ -150,8 +139,6 @@ def test_one_batch_and_many_agree_in_kind() -> None:
 
 
 def test_tied_embeddings_stay_tied_and_unquantized(tmp_path: Path) -> None:
-    from safetensors import safe_open
-
     model = compress(tiny_model("llama", tie_word_embeddings=True), QuantizationModifier(scheme="W8A16"), tmp_path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
@@ -249,6 +236,35 @@ def test_hidden_dependencies_between_blocks_are_detected(how: str, reason: str) 
     model.model = _Between(model.model, how)
     with pytest.raises(UnsupportedModelError, match=reason):
         compress(model, GPTQModifier(scheme="W4A16", group_size=32, ignore=["lm_head"]))
+
+
+def test_text_without_a_tokenizer_is_refused() -> None:
+    with pytest.raises(UserError, match="no tokenizer for this model; give tokenizer"):
+        oneshot(tiny_model("llama"), dataset=["some text"], recipe=GPTQModifier(scheme="W8A16", ignore=["lm_head"]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_of_every_family_are_filled_block_by_block(family: str, tmp_path: Path) -> None:
+    """The empty model, filled from the file, computes what the loaded one does, buffers and all."""
+    model = tiny_model(family, pad_token_id=0)
+    model.save_pretrained(tmp_path)
+    source = open_source(str(tmp_path), tokenizer="none", keep=True)
+    assert isinstance(source, LoadedSource if family == "gpt_neox" else CheckpointSource)
+    source.fill(source.model, "")
+    ids = token_samples(2, 24, seed=5)
+    torch.testing.assert_close(logits(source.model, ids), logits(model, ids))
+    if family != "gpt_neox":  # whose output layer is called embed_out there
+        with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+            assert {name for name, _ in source.stored("")} == set(file.keys())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    lost = next(name for name in model.state_dict() if "norm" in name)
+    model.save_pretrained(tmp_path, state_dict={k: v for k, v in model.state_dict().items() if k != lost})
+    with pytest.raises(CheckpointError, match="lacks"):
+        open_source(str(tmp_path), tokenizer="none")
 
 
 def test_recipe_that_matches_nothing_is_refused() -> None:

@@ -15,15 +15,10 @@ from octavo.errors import UserError
 from octavo.modifiers import GPTQModifier
 
 
-class _Tokenizer:
-    def save_pretrained(self, directory: Path) -> None:
-        """There is nothing to write."""
-
-
 def compress(output_dir: Path, resume: bool = False, scheme: str = "W4A16", **arguments: Any) -> None:
     size = None if scheme == "W8A8" else 32
     recipe = GPTQModifier(scheme=scheme, ignore=["lm_head"], group_size=size, **arguments.pop("gptq", {}))
-    options = {"dataset": token_samples(), "recipe": recipe, "tokenizer": _Tokenizer()} | arguments
+    options = {"dataset": token_samples(), "recipe": recipe} | arguments
     oneshot(tiny_model("llama", num_hidden_layers=3), output_dir=output_dir, resume=resume, **options)
 
 

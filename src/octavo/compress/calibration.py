@@ -84,7 +84,10 @@ class CalibrationData:
 
 
 def load_calibration(spec: CalibrationSpec, tokenizer: Any) -> CalibrationData:
-    """Read and tokenize. UserError for what cannot be found, read, or holds no text."""
+    """Read and tokenize. UserError for what cannot be found, read, or holds no text.
+
+    `tokenizer` may be None where the rows are token ids.
+    """
     spec = spec.within(None)
     length: int = spec.max_seq_length  # type: ignore[assignment]
     rows, source, running = _rows(spec)
@@ -157,6 +160,8 @@ def _file_rows(path: Path) -> Iterator[Any]:
 
 def _text(row: Any, spec: CalibrationSpec, tokenizer: Any, source: str) -> str:
     """The text of a row: a string, its text column, or its messages under the chat template."""
+    if tokenizer is None:
+        raise UserError(f"{source} is text, but there is no tokenizer for this model; give tokenizer=...")
     if isinstance(row, str):
         return row
     if isinstance(row, Mapping):

@@ -64,9 +64,21 @@ class LoadedSource(ModelSource):
         self.model = model.eval()
         self.name = model.config._name_or_path or type(model).__name__
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
         if model.device.type == "meta":
             raise UnsupportedModelError(f"{self.name} has no weights (it is on the meta device); load it first")
+
+    @property
+    def tokenizer(self) -> Any:  # type: ignore[override]
+        """The one that was given, else the one of the directory or repository that the model was loaded from."""
+        if self._tokenizer is None and self.model.config._name_or_path:
+            from transformers import AutoTokenizer
+
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(self.model.config._name_or_path)
+            except (OSError, ValueError):
+                return None  # calibration says so when it meets text
+        return self._tokenizer
 
     def config_dict(self) -> dict[str, Any]:
         config = self.model.config.to_dict()
@@ -129,7 +141,7 @@ class CheckpointSource(ModelSource):
             elif name not in tied:
                 missing.append(name)
         if missing:
-            raise CheckpointError(
+            raise _OtherNamesError(
                 f"{self.checkpoint.path} lacks {len(missing)} tensors of {type(self.model).__name__}, the first is "
                 f"{missing[0]!r}; the checkpoint is incomplete, or names its tensors in a way that is not read"
             )
@@ -170,10 +182,35 @@ class CheckpointSource(ModelSource):
 
 
 def open_source(model: Any, tokenizer: Any = None, keep: bool = False) -> ModelSource:
-    """A source for a model's name or path, or for a loaded model. UserError's kinds say why one cannot be had."""
+    """A source for a model's name or path, or for a loaded model. UserError's kinds say why one cannot be had.
+
+    A checkpoint whose tensors do not have the names of the model's modules (GPT-NeoX) is loaded whole by transformers.
+    """
     if isinstance(model, nn.Module):
         return LoadedSource(model, tokenizer)
-    return CheckpointSource(open_checkpoint(model), str(model), tokenizer, keep)
+    checkpoint = open_checkpoint(model)
+    try:
+        return CheckpointSource(checkpoint, str(model), tokenizer, keep)
+    except _OtherNamesError as error:
+        loaded = _load_whole(checkpoint, error)
+        return LoadedSource(loaded, checkpoint.load_tokenizer() if tokenizer is None else tokenizer)
+
+
+class _OtherNamesError(CheckpointError):
+    """The checkpoint lacks tensors of the model, at least under the model's names."""
+
+
+def _load_whole(checkpoint: Checkpoint, error: CheckpointError) -> Any:
+    """Loaded by transformers, which knows of renamed tensors; `error` if that finds tensors missing too."""
+    from transformers import AutoModelForCausalLM
+
+    if not checkpoint.path.is_dir():
+        raise error
+    loader: Any = AutoModelForCausalLM
+    model, info = loader.from_pretrained(checkpoint.path, output_loading_info=True)
+    if info["missing_keys"] or info.get("mismatched_keys"):
+        raise CheckpointError(str(error)) from None
+    return model.requires_grad_(False)
 
 
 def has_amx() -> bool:

@@ -160,28 +160,25 @@ class _Job:
         with block_progress(len(self.blocks.modules)) as progress, reused_buffers():
             results = pipeline.run(folder, progress)
         report = self._report(data, fingerprint, recipe, results, pipeline.seconds)
-        if output_dir is not None and folder is not None:
-            writing = time.perf_counter()
-            sizes = write_checkpoint(self.source, self.blocks, self.plan, folder, output_dir)
-            (output_dir / RECIPE).write_text(recipe, encoding="utf-8")
-            report["size"] = self._sizes(sizes, results)
-            seconds = report["seconds"]
-            seconds["write"] = seconds.get("write", 0.0) + time.perf_counter() - writing
-            seconds["total"] = time.perf_counter() - started
-            write_json(output_dir / REPORT, report)
-            folder.remove()
-        else:
+        if output_dir is None or folder is None:
             attach_save(self.source, self.plan, results, recipe)
+            return CompressionResult(None, report)
+        writing = time.perf_counter()
+        sizes = write_checkpoint(self.source, self.blocks, self.plan, folder, output_dir)
+        (output_dir / RECIPE).write_text(recipe, encoding="utf-8")
+        report["size"] = self._sizes(sizes, results)
+        seconds = report["seconds"]
+        seconds["write"] = seconds.get("write", 0.0) + time.perf_counter() - writing
+        seconds["total"] = time.perf_counter() - started
+        write_json(output_dir / REPORT, report)
+        folder.remove()
         return CompressionResult(output_dir, report)
 
     def _calibration(self) -> CalibrationData | None:
         if all(modifier.statistics == "none" for modifier in self.modifiers):
             return None
         spec = self.spec.within(getattr(self.source.model.config.get_text_config(), "max_position_embeddings", None))
-        tokenizer = self.source.tokenizer
-        if tokenizer is None:
-            raise UserError("a loaded model brings no tokenizer for the calibration text; give tokenizer=...")
-        return load_calibration(spec, tokenizer)
+        return load_calibration(spec, self.source.tokenizer)
 
     def _batches(self, data: CalibrationData | None) -> list[Tensor]:
         if data is None:

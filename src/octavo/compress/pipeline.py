@@ -182,7 +182,7 @@ class BlockPipeline:
             self._rewrite(group[result.name], result)
 
     def _layer(self, name: str, module: nn.Linear) -> LinearLayer:
-        weight = module.weight.detach().float()
+        weight = module.weight.detach().float().cpu()
         bad = int((~torch.isfinite(weight)).sum())
         if bad:
             raise CheckpointError(

@@ -19,7 +19,7 @@ NOT_YET = ("W4A16_ASYM", "W3A16", "W4A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NV
 GROUP_FALLBACKS = (128, 64, 32)
 
 _ARGS = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic")
-_IGNORED_WHEN_EMPTY = ("block_structure", "actorder", "scale_dtype", "zp_dtype", "observer_kwargs", "observer")
+_ONLY_EMPTY = ("block_structure", "actorder", "scale_dtype", "zp_dtype", "observer_kwargs")
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ def _activations(group: str, args: Mapping[str, Any] | None) -> ActivationScheme
 
 
 def _check_keys(group: str, what: str, args: Mapping[str, Any]) -> None:
-    unknown = [key for key in args if key not in _ARGS and key not in _IGNORED_WHEN_EMPTY]
+    unknown = [key for key in args if key not in (*_ARGS, *_ONLY_EMPTY, "observer")]
     if unknown:
         raise UserError(f"config group {group!r}: unknown {what} keys {unknown}; known are {', '.join(_ARGS)}")
-    extra = {key: args[key] for key in _IGNORED_WHEN_EMPTY[:-1] if args.get(key)}
+    extra = {key: args[key] for key in _ONLY_EMPTY if args.get(key)}
     if extra:
         raise UserError(f"config group {group!r}: {what} {extra} are not there yet; leave them out")
 

@@ -28,7 +28,7 @@ class InputStatistics:
 
     def add(self, inputs: Tensor) -> None:
         """Add inputs [..., K] of any float dtype."""
-        rows = inputs.detach().reshape(-1, inputs.shape[-1])
+        rows = inputs.detach().reshape(-1, inputs.shape[-1]).cpu()
         finite = torch.isfinite(rows).all(dim=1) if not bool(torch.isfinite(rows.sum())) else None
         if finite is not None:
             self.non_finite += int((~finite).sum())

@@ -31,6 +31,7 @@ class BlockWalker:
 
     def start(self, batches: list[Tensor]) -> None:
         """Take the batches, each int64 [B, T]. Block 0 must be filled, for it is run once, on one sequence."""
+        batches = [batch.to(self.model.device) for batch in batches]
         self._probe(batches[0][:1])
         for batch in batches:
             recorder = _Recorder(self._extras)
