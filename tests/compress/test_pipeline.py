@@ -267,6 +267,15 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(family: str, tmp_path: Path
         open_source(str(tmp_path), tokenizer="none")
 
 
+def test_the_model_itself_is_no_output_folder(tiny_llama: Path, tmp_path: Path) -> None:
+    recipe = QuantizationModifier(scheme="W8A16", ignore=["lm_head"])
+    with pytest.raises(UserError, match="is the model itself"):
+        oneshot(str(tiny_llama), recipe=recipe, output_dir=tiny_llama)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        oneshot(str(tiny_llama), recipe=recipe, output_dir=tmp_path / "file")
+
+
 def test_recipe_that_matches_nothing_is_refused() -> None:
     with pytest.raises(UserError, match="match no linear layer"):
         compress(tiny_model("llama"), QuantizationModifier(targets=["re:.*nothing"], scheme="W8A16"))

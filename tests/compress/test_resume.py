@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import tiny_model, token_samples
 
 from octavo.compress.oneshot import oneshot
@@ -15,11 +16,11 @@ from octavo.errors import UserError
 from octavo.modifiers import GPTQModifier
 
 
-def compress(output_dir: Path, resume: bool = False, scheme: str = "W4A16", **arguments: Any) -> None:
+def compress(output_dir: Path, resume: bool = False, scheme: str = "W4A16", **arguments: Any) -> Any:
     size = None if scheme == "W8A8" else 32
     recipe = GPTQModifier(scheme=scheme, ignore=["lm_head"], group_size=size, **arguments.pop("gptq", {}))
     options = {"dataset": token_samples(), "recipe": recipe} | arguments
-    oneshot(tiny_model("llama", num_hidden_layers=3), output_dir=output_dir, resume=resume, **options)
+    return oneshot(tiny_model("llama", num_hidden_layers=3), output_dir=output_dir, resume=resume, **options)
 
 
 def crash_after(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
@@ -92,9 +93,13 @@ def test_resuming_with_something_else_is_refused(
 
 
 def test_resuming_a_finished_run_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compress(tmp_path)
+    first = compress(tmp_path)
     monkeypatch.setattr(GPTQModifier, "quantize", lambda *_: pytest.fail("it was computed again"))
-    compress(tmp_path, resume=True)
+    again = compress(tmp_path, resume=True)
+    ids = torch.tensor(token_samples(2, 16, seed=21))
+    torch.testing.assert_close(again(ids).logits, first(ids).logits)
+    again.save_pretrained(tmp_path / "copy")
+    assert (tmp_path / "copy" / "model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
 
 
 def test_resume_needs_a_folder() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,19 @@ def _all_tensors(source: ModelSource, blocks: Blocks, folder: WorkFolder) -> Ite
     yield from source.stored("", skip=f"{blocks.prefix}.")
     for index in range(len(blocks.modules)):
         yield from folder.tensors(index)
+
+
+def attach_copy(source: ModelSource, output_dir: Path) -> None:
+    """Make `model.save_pretrained(directory)` copy the checkpoint that was written to `output_dir`."""
+    original = source.model.save_pretrained
+
+    def save_pretrained(self: Any, save_directory: str | Path, save_compressed: bool = True) -> None:
+        if not save_compressed:
+            original(save_directory)
+        elif Path(save_directory).resolve() != output_dir.resolve():
+            shutil.copytree(output_dir, save_directory, dirs_exist_ok=True)
+
+    source.model.save_pretrained = types.MethodType(save_pretrained, source.model)
 
 
 def attach_save(source: ModelSource, plan: Plan, results: list[LayerResult], recipe: str) -> None:

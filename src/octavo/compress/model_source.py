@@ -22,13 +22,16 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 class ModelSource(ABC):
     """A transformers model whose tensors come and go by module.
 
-    `model` is the PreTrainedModel, `name` what the user called it, `dtype` the dtype that unquantized tensors and
-    scales are stored in, `tokenizer` None when there is none.
+    `model` is the PreTrainedModel, `name` what the user called it, `path` where it was read from if known, `dtype` the
+    dtype that unquantized tensors and scales are stored in, `keep` whether tensors stay in the model after use,
+    `tokenizer` None when there is none.
     """
 
     model: Any
     name: str
+    path: Path | None
     dtype: torch.dtype
+    keep: bool
     tokenizer: Any
 
     @abstractmethod
@@ -65,6 +68,8 @@ class LoadedSource(ModelSource):
         self.name = model.config._name_or_path or type(model).__name__
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         self._tokenizer = tokenizer
+        self.keep = True
+        self.path = Path(model.config._name_or_path) if model.config._name_or_path else None
         if model.device.type == "meta":
             raise UnsupportedModelError(f"{self.name} has no weights (it is on the meta device); load it first")
 
@@ -112,6 +117,7 @@ class CheckpointSource(ModelSource):
 
     def __init__(self, checkpoint: Checkpoint, name: str, tokenizer: Any = None, keep: bool = False) -> None:
         self.checkpoint, self.name, self.keep = checkpoint, name, keep
+        self.path = checkpoint.path
         self._tokenizer = tokenizer
         config = self.config_dict()
         self.dtype = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.checkpoint.reader import open_checkpoint
 from octavo.checkpoint.writer import write_json
 from octavo.compress.assignment import Plan, make_plan
 from octavo.compress.blocks import Blocks, find_blocks
 from octavo.compress.calibration import CalibrationData, CalibrationSpec, load_calibration
 from octavo.compress.config import CompressConfig
-from octavo.compress.export import RECIPE, REPORT, attach_save, write_checkpoint
+from octavo.compress.export import RECIPE, REPORT, attach_copy, attach_save, write_checkpoint
 from octavo.compress.memory import reused_buffers
 from octavo.compress.model_source import ModelSource, open_source
 from octavo.compress.modifiers.base import LayerResult, Modifier
@@ -153,7 +154,9 @@ class _Job:
         recipe = dump_recipe(self.modifiers)
         folder = None
         if output_dir is not None:
+            self._check_folder(output_dir)
             if resume and (finished := _finished(output_dir, fingerprint)) is not None:
+                self._restore(output_dir)
                 return CompressionResult(output_dir, finished)
             folder = WorkFolder(output_dir, fingerprint, resume)
         pipeline = BlockPipeline(self.source, self.blocks, self.plan, self._batches(data))
@@ -172,7 +175,26 @@ class _Job:
         seconds["total"] = time.perf_counter() - started
         write_json(output_dir / REPORT, report)
         folder.remove()
+        attach_copy(self.source, output_dir)
         return CompressionResult(output_dir, report)
+
+    def _check_folder(self, output_dir: Path) -> None:
+        if self.source.path is not None and output_dir.resolve() == self.source.path.resolve():
+            raise UserError(f"output_dir {output_dir} is the model itself; name another folder", param="output_dir")
+        if output_dir.exists() and not output_dir.is_dir():
+            raise UserError(f"output_dir {output_dir} is a file; name a folder", param="output_dir")
+
+    @torch.no_grad()
+    def _restore(self, output_dir: Path) -> None:
+        """Give the model that stays in memory the weights of the finished checkpoint."""
+        if not self.source.keep:
+            return
+        self.source.fill(self.source.model, "")
+        checkpoint = open_checkpoint(output_dir)
+        modules = dict(self.source.model.named_modules())
+        for name in self.plan.layers:
+            modules[name].weight.copy_(checkpoint.tensor(f"{name}.weight"))  # type: ignore[operator, union-attr]
+        attach_copy(self.source, output_dir)
 
     def _calibration(self) -> CalibrationData | None:
         if all(modifier.statistics == "none" for modifier in self.modifiers):
