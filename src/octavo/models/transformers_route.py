@@ -187,19 +187,29 @@ def _build_config(architecture: str, content: dict[str, Any]) -> Any:
         raise refusal(
             architecture, f"transformers knows no model_type {model_type!r} (code of a checkpoint is never run)"
         )
-    kept = {key: value for key, value in content.items() if key not in ("quantization_config", "auto_map")}
+    kept = {key: _number(value) for key, value in content.items() if key not in ("quantization_config", "auto_map")}
     try:
         return CONFIG_MAPPING[model_type].from_dict(kept)
     except Exception as error:  # whatever a configuration class makes of values that it does not expect
         raise CheckpointError(f"config.json of {architecture} is not valid: {error}") from error
 
 
+def _number(value: Any) -> Any:
+    """JSON has no infinity: transformers writes {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [_number(item) for item in value]
+    return float(value["__float__"]) if isinstance(value, dict) and "__float__" in value else value
+
+
 def _build(cls: Any, config: Any, dtype: torch.dtype) -> Any:
-    config = copy.deepcopy(config)
-    config.get_text_config().pad_token_id = (
-        None  # a packed row has no padding, and GPT-2 would look for it at each call
-    )
-    return cls._from_config(config, attn_implementation=IMPLEMENTATION, dtype=dtype)
+    model = cls._from_config(copy.deepcopy(config), attn_implementation=IMPLEMENTATION, dtype=dtype)
+    for module in (model, model.base_model):  # GPT-2, for one, would look for padding at each call
+        module.warn_if_padding_and_no_attention_mask = _no_padding
+    return model
+
+
+def _no_padding(*_: Any) -> None:
+    """A packed row has no padding to warn of."""
 
 
 def _max_position(architecture: str, config: Any, max_model_len: int | None) -> int:
