@@ -75,6 +75,7 @@ _RESULT: dict[str, Any] = {
         },
         "explanation": ["58 % less rather than 75 %.", "  15.8 points: the embeddings stay"],
         "saved_percent": 58.0,
+        "note": "a note on the original",
     },
     "compression": {
         "seconds": 55.5,

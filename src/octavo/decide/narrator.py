@@ -50,8 +50,9 @@ class Narrator:
         size, summary = compression.size, compression.summary
         before, after = (mb(size[when]["bytes"]) for when in ("before", "after"))
         self.say(f"{before} before, {after} after, in {summary['seconds']:.1f} s")
-        for line in size["explanation"]:
-            self.say(line)
+        for line in [*size["explanation"], size["note"]]:
+            if line:
+                self.say(line)
         worst = summary["worst_layer"]
         largest = f"largest {worst['error']:.4f} ({worst['name']})"
         self.say(f"relative error of the layers' outputs: mean {summary['mean_error']:.4f}, {largest}")
@@ -68,10 +69,12 @@ class Narrator:
     def loads(self, loads: Sequence[dict[str, Any]]) -> None:
         for load in loads:
             metrics = load["metrics"]
+            ttft, itl = metrics["ttft_ms"]["p99"], metrics["itl_ms"]["p99"]
+            verdict = "met" if load["slo"]["met"] else "missed"
             self.say(
-                f"{load['title']}: {load['requests']['completed']} requests, "
-                f"TTFT p99 {metrics['ttft_ms']['p99']:.0f} ms, ITL p99 {metrics['itl_ms']['p99']:.1f} ms, {load['output_tokens_per_second']:.0f} output tokens/s; "
-                f"objective {'met' if load['slo']['met'] else 'missed'} ({load['slo']['attainment']:.1%} hold it)"
+                f"{load['title']}: {load['requests']['completed']} requests, TTFT p99 {_ms(ttft)}, ITL p99 {_ms(itl)}, "
+                f"{load['output_tokens_per_second']:.0f} output tokens/s; objective {verdict} "
+                f"({load['slo']['attainment']:.1%} hold it)"
             )
 
     def kv(self, kv: KVMemory) -> None:
@@ -94,6 +97,10 @@ class Narrator:
 def mb(num_bytes: float) -> str:
     """Megabytes of 10^6 bytes."""
     return f"{num_bytes / 1e6:.1f} MB"
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} ms"
 
 
 def _check_line(check: Check) -> str:

@@ -27,6 +27,7 @@ QUESTIONS = (
 )
 SYSTEM_CHARACTERS = 1600
 ANSWER_TOKENS = 24
+RESERVED_TOKENS = 160  # of the context, for the question, the chat template and the answer
 PATIENCE_SECONDS = 300.0
 COUNTERS = ("prefix_cache_queries_total", "prefix_cache_hits_total", "prompt_tokens_total", "generation_tokens_total")
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -71,10 +72,14 @@ class Round:
         return int(max((s.values["num_requests_running"] for s in self.samples), default=0))
 
 
-def run_prefix_trial(url: str, model: str) -> list[Round]:
-    """The two rounds; OctavoError when the server refuses a question."""
+def run_prefix_trial(url: str, model: str, max_model_len: int) -> list[Round]:
+    """The two rounds, with shorter system prompts where the context is small.
+
+    OctavoError when the server refuses a question.
+    """
     text = builtin_text("heldout")
-    parts = [text[i * SYSTEM_CHARACTERS : (i + 1) * SYSTEM_CHARACTERS] for i in range(len(QUESTIONS) + 1)]
+    length = max(1, min(SYSTEM_CHARACTERS, max_model_len - RESERVED_TOKENS))  # a token is a character or more
+    parts = [text[i * length : (i + 1) * length] for i in range(len(QUESTIONS) + 1)]
     different = [f"Text {i + 1}. Answer from it in one sentence.\n{part}" for i, part in enumerate(parts[:-1])]
     same = [f"Text {len(parts)}. Answer from it in one sentence.\n{parts[-1]}"] * len(QUESTIONS)
     return [

@@ -23,11 +23,14 @@ from octavo.decide.config import QuickstartConfig
 from octavo.decide.kv_memory import KVMemory, kv_memory_at_peak
 from octavo.decide.narrator import Narrator
 from octavo.decide.prefix_trial import Round, run_prefix_trial
-from octavo.decide.prometheus import read_cache_layout
+from octavo.decide.prometheus import CacheLayout, MetricsSampler, read_cache_layout
 from octavo.decide.report import Result, render
 from octavo.decide.server_process import ServerProcess
 from octavo.decide.verdict import Verdict, advise, check_load, check_perplexity, check_size
 from octavo.errors import UserError
+
+KV_GAUGES = ("num_requests_running", "kv_cache_usage_perc")
+SAMPLE_SECONDS = 0.1
 
 
 class _Loop:
@@ -67,12 +70,15 @@ def _run(loop: _Loop, begin: float) -> Result:
             server = stack.enter_context(ServerProcess(str(compression.model_dir), log=folder / "server.log"))
             loop.narrator.say(f"{server.url} answered after {server.start_seconds:.1f} s")
         with loop.narrator.stage("five questions at once, with different system prompts and with the same"):
-            rounds = run_prefix_trial(server.url, str(compression.model_dir))
+            layout = read_cache_layout(server.url)
+            rounds = run_prefix_trial(server.url, str(compression.model_dir), layout.max_model_len)
             loop.narrator.rounds(rounds)
         with loop.narrator.stage("load: one request at a time, then several"):
-            loads = [steps.load(config, folder, server.url, streams) for streams in (1, config.streams)]
+            loads = [steps.load(config, folder, server.url, streams=1)]
+            with MetricsSampler(server.url, KV_GAUGES, SAMPLE_SECONDS) as sampler:
+                loads.append(steps.load(config, folder, server.url, config.streams))
             loop.narrator.loads(loads)
-            kv = _kv_memory(server.url, loads[-1])
+            kv = _kv_memory(layout, sampler)
             loop.narrator.kv(kv)
     with loop.narrator.stage("decide"):
         verdict = _decide(loop, size, perplexity, loads)
@@ -172,14 +178,10 @@ def _next_command(config: QuickstartConfig, model_dir: Path, verdict: Verdict) -
     )
 
 
-def _kv_memory(url: str, load: dict[str, Any]) -> KVMemory:
-    layout = read_cache_layout(url)
-    series = (load["server_metrics"] or {}).get("series", {"running": [], "kv_cache_usage": []})
-    pairs = zip(series["running"], series["kv_cache_usage"], strict=True)
-    samples = [{"num_requests_running": r or 0.0, "kv_cache_usage_perc": u or 0.0} for r, u in pairs]
-    return kv_memory_at_peak(
-        samples, layout.num_blocks - 1, layout.block_size, layout.bytes_per_token, layout.max_model_len
-    )
+def _kv_memory(layout: CacheLayout, sampler: MetricsSampler) -> KVMemory:
+    usable = layout.num_blocks - 1  # block 0 holds nothing
+    samples = [sample.values for sample in sampler.samples]
+    return kv_memory_at_peak(samples, usable, layout.block_size, layout.bytes_per_token, layout.max_model_len)
 
 
 def _write(loop: _Loop, result: Result, verdict: Verdict) -> None:

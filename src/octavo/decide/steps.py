@@ -15,7 +15,6 @@ from octavo.decide.config import QuickstartConfig
 from octavo.errors import UserError
 
 PERPLEXITY_WINDOW = 512
-SCRAPE_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,20 @@ def compress(config: QuickstartConfig, folder: Path) -> Compression:
         "worst_layer": {"name": worst["name"], "error": worst["error"]},
         "notes": report["notes"],
     }
-    return Compression(model_dir, _sizes(report["size"]), summary)
+    return Compression(model_dir, {**_sizes(report["size"]), "note": _size_note(config.model)}, summary)
+
+
+def _size_note(model: str) -> str:
+    """What `before` means when the original is itself a quantized file."""
+    from octavo.checkpoint.source import resolve_model
+
+    path = resolve_model(model)
+    if path.suffix != ".gguf":
+        return ""
+    stored = f"{path.stat().st_size / 1e6:.1f} MB"
+    return (
+        f"The original is a GGUF file of {stored}, quantized already; `before` is its weights as plain 16-bit numbers."
+    )
 
 
 def _sizes(size: dict[str, Any]) -> dict[str, Any]:
@@ -144,7 +156,6 @@ def bench_settings(config: QuickstartConfig, folder: Path, url: str, streams: in
         data=f"prompt_tokens={config.prompt_tokens},output_tokens={config.output_tokens},samples=1000",
         slo=config.slo,
         output_dir=str(folder / ("bench-synchronous" if streams == 1 else f"bench-concurrent-{streams}")),
-        scrape_interval=SCRAPE_SECONDS,
     )
 
 
