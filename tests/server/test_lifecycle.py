@@ -16,7 +16,7 @@ from servers import launch, real_server
 
 from octavo.errors import UserError
 from octavo.server.config import ServerConfig
-from octavo.server.run import bind
+from octavo.server.listener import bind
 
 ENGINE = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 22}
 LONG = {"prompt": [7] * 16, "max_tokens": 490, "ignore_eos": True, "stream": True}

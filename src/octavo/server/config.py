@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from octavo.errors import UserError
@@ -99,3 +100,19 @@ class ServerConfig:
         if not (low <= value <= (math.inf if high is None else high)):
             allowed = f"at least {low}" if high is None else f"{low} to {high}"
             raise UserError(f"{name} is {value!r}; it must be {allowed}", param=name)
+
+
+def load_template(setting: str | None) -> str | None:
+    """The template that a setting names: the content of a file, or the template itself."""
+    if setting is None:
+        return None
+    is_inline = "{{" in setting or "{%" in setting
+    if is_inline:
+        return setting
+    try:
+        return Path(setting).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"chat_template is {setting!r}: {error.strerror}; it must be a readable file or a template",
+            param="chat_template",
+        ) from error

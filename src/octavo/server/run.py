@@ -1,10 +1,12 @@
-"""Starts and stops a server: the port, the engine, the web server, and what signals mean."""
+"""Starts and stops a server: the port, the engine, the web server, and what signals mean.
+
+The modules that import torch are imported while the engine process loads its model, not before.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import signal
@@ -12,19 +14,20 @@ import socket
 import sys
 import time
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from octavo import __version__
 from octavo.engine.client import EngineClient
 from octavo.engine.config import EngineConfig
-from octavo.engine.tokenizer import load_tokenizer
-from octavo.errors import EngineDeadError, UserError
-from octavo.server.app import build_app
-from octavo.server.config import ServerConfig
-from octavo.server.state import ServerState
-from octavo.server.templates import load_template
+from octavo.errors import EngineDeadError
+from octavo.server.config import ServerConfig, load_template
+from octavo.server.listener import address_of, bind, cannot_listen
+
+if TYPE_CHECKING:
+    from octavo.server.middleware import App
+    from octavo.server.state import ServerState
 
 logger = logging.getLogger("octavo.server")
 
@@ -54,40 +57,20 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
                 os.unlink(server_config.uds)
 
 
-def bind(config: ServerConfig) -> socket.socket:
-    """A socket that is bound to the configured address and does not listen yet.
-
-    Raises UserError that names the address and the way out.
-    """
-    if config.uds is not None:
-        return _bind_unix(config.uds)
-    try:
-        family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise UserError(
-            f"host is {config.host!r}, which is no address of this machine: {error}", param="host"
-        ) from error
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise _cannot_listen(config, error) from error
-    return listener
-
-
 async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> None:
     with _cancelled_by_sigterm():
         client, tokenizer = await _start(engine_config)
     try:
+        from octavo.server.app import build_app
+        from octavo.server.state import ServerState
+
         state = ServerState.create(client, config, tokenizer)
         try:
             listener.listen(BACKLOG)  # now, and not when bound: until the engine is ready, connections are refused
         except OSError as error:
-            raise _cannot_listen(config, error) from error
+            raise cannot_listen(config, error) from error
         _announce(state, config, listener)
-        server = WebServer(_uvicorn_config(state, config))
+        server = WebServer(_uvicorn_config(build_app(state), config))
         watchers = [asyncio.create_task(_watch_engine(client, server, config.engine_death_timeout))]
         if not config.disable_log_stats:
             watchers.append(asyncio.create_task(_log_stats(client)))
@@ -105,16 +88,22 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
 async def _start(config: EngineConfig) -> tuple[EngineClient, Any]:
     """The engine and the tokenizer, which load side by side; when one fails, the other is stopped."""
     starting = asyncio.create_task(EngineClient.start(config))
+    await asyncio.sleep(0)  # the engine process starts now
     try:
-        tokenizer = None
-        if not config.skip_tokenizer_init:
-            tokenizer = await asyncio.to_thread(load_tokenizer, config.model, config.tokenizer)
+        tokenizer = await asyncio.to_thread(_load_here, config)
         return await starting, tokenizer
     except BaseException:
         starting.cancel()
         with contextlib.suppress(BaseException):
             await (await starting).shutdown()
         raise
+
+
+def _load_here(config: EngineConfig) -> Any:
+    """The tokenizer (None when there is to be none); imports what the routes need meanwhile."""
+    from octavo.engine.tokenizer import load_tokenizer
+
+    return None if config.skip_tokenizer_init else load_tokenizer(config.model, config.tokenizer)
 
 
 class WebServer(uvicorn.Server):
@@ -131,9 +120,9 @@ class WebServer(uvicorn.Server):
         )
 
 
-def _uvicorn_config(state: ServerState, config: ServerConfig) -> uvicorn.Config:
+def _uvicorn_config(app: App, config: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
-        build_app(state),
+        app,
         lifespan="off",
         ws="none",
         log_level=config.uvicorn_log_level,
@@ -220,42 +209,7 @@ def _announce(state: ServerState, config: ServerConfig, listener: socket.socket)
         __version__, info.model, info.dtype, info.device, info.weight_bytes / 1e6, info.load_seconds,
     )  # fmt: skip
     logger.info("%s; at most %d requests at a time", info.describe_capacity(), info.max_num_seqs)
-    logger.info("serving %s at %s", ", ".join(state.model_names), _address(config, listener))
-
-
-def _address(config: ServerConfig, listener: socket.socket) -> str:
-    if config.uds is not None:
-        return f"unix:{config.uds}"
-    host, port = listener.getsockname()[:2]
-    scheme = "http" if config.ssl_certfile is None else "https"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _bind_unix(path: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(path)
-    except OSError as error:
-        listener.close()
-        raise UserError(
-            f"uds is {path!r}: {error.strerror}; remove the file if no server uses it, or choose another path",
-            param="uds",
-        ) from error
-    return listener
-
-
-def _cannot_listen(config: ServerConfig, error: OSError) -> UserError:
-    where = f"port {config.port} of {config.host}" if config.uds is None else config.uds
-    if error.errno == errno.EADDRINUSE:
-        return UserError(
-            f"{where} is in use by another process; stop it, or choose another port with --port (0 takes a free one)",
-            param="port",
-        )
-    if error.errno == errno.EACCES:
-        return UserError(
-            f"{where} needs more rights than this user has; choose a --port from 1024 to 65535", param="port"
-        )
-    return UserError(f"cannot listen on {where}: {error.strerror}; choose another --host or --port", param="host")
+    logger.info("serving %s at %s", ", ".join(state.model_names), address_of(config, listener))
 
 
 def _set_up_logging(config: ServerConfig) -> None:

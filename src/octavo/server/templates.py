@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
-from pathlib import Path
 from typing import Any
 
 from octavo.engine.tokenizer import render_chat
 from octavo.errors import UserError
-from octavo.server.config import ServerConfig
+from octavo.server.config import ServerConfig, load_template
 from octavo.server.errors import bad_request
 from octavo.server.protocol import ChatCompletionRequest, TokenizeRequest
 
@@ -83,22 +82,6 @@ class ChatRenderer:
         wrong = next((name for name in kwargs if name in self._reserved or not name.isidentifier()), None)
         if wrong is not None:
             raise UserError(f"{param} may not set {wrong[:64]!r}: it is no variable of a template", param=param)
-
-
-def load_template(setting: str | None) -> str | None:
-    """The template that a setting names: the content of a file, or the template itself."""
-    if setting is None:
-        return None
-    is_inline = "{{" in setting or "{%" in setting
-    if is_inline:
-        return setting
-    try:
-        return Path(setting).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"chat_template is {setting!r}: {error.strerror}; it must be a readable file or a template",
-            param="chat_template",
-        ) from error
 
 
 def _reserved_names(tokenizer: Any) -> frozenset[str]:
