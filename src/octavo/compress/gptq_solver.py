@@ -16,6 +16,7 @@ from octavo.compress.observers import choose_scales
 from octavo.compress.rounding import code_range, dequantize, quantize
 
 _DAMPING_STEPS = (1.0, 10.0, 100.0)
+_TRIANGLE = 192  # size of a triangular matrix that is inverted at once
 _LEAF = 16  # columns whose updates are made at once, one by one; larger spans go through matrix products
 
 
@@ -86,7 +87,6 @@ def inverse_factor(hessian: Tensor, dampening_frac: float) -> tuple[Tensor | Non
     upper triangular R = J L J, so U is the inverse of R. That is half the work of inverting H first, and more exact.
     Ten and a hundred times the damping are tried before giving up.
     """
-    size = len(hessian)
     diagonal = hessian.diagonal().clone()
     empty = diagonal == 0
     mean = diagonal.mean()
@@ -96,10 +96,21 @@ def inverse_factor(hessian: Tensor, dampening_frac: float) -> tuple[Tensor | Non
         damped.diagonal().copy_(torch.where(empty, torch.ones_like(diagonal), diagonal) + fraction * mean)
         lower, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
         if int(info) == 0 and bool(torch.isfinite(lower).all()):
-            identity = torch.eye(size, dtype=hessian.dtype)
-            inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
-            return inverse.flip(0, 1).contiguous(), fraction
+            return _lower_inverse(lower).flip(0, 1).contiguous(), fraction
     return None, None
+
+
+def _lower_inverse(lower: Tensor) -> Tensor:
+    """Inverse of a lower triangular matrix by halves, so that most of it is matrix products."""
+    size = len(lower)
+    if size <= _TRIANGLE:
+        return torch.linalg.solve_triangular(lower, torch.eye(size, dtype=lower.dtype), upper=False)
+    half = size // 2
+    first, last = _lower_inverse(lower[:half, :half]), _lower_inverse(lower[half:, half:])
+    inverse = torch.zeros_like(lower)
+    inverse[:half, :half], inverse[half:, half:] = first, last
+    inverse[half:, :half] = (last @ lower[half:, :half] @ first).neg_()
+    return inverse
 
 
 class _Columns:

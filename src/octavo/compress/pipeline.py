@@ -109,7 +109,8 @@ class BlockPipeline:
         self._advance(index)
 
     def _advance(self, index: int) -> None:
-        if self.batches:
+        # Nothing comes after the last block, except that in one pass its layers are quantized while it runs.
+        if self.batches and (index + 1 < len(self.blocks.modules) or len(self.batches) == 1):
             with self._phase("forward"):
                 self._walker.advance(index)
 

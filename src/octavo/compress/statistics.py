@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _CHUNK = 1 << 14  # tokens a product: keeps the float32 copy of the inputs small
-_PANELS = 4  # into which the Hessian is cut; more of them compute less of the unneeded half, in smaller products
+_PANELS = 6  # into which the Hessian is cut; more of them compute less of the unneeded half, in smaller products
 
 
 class InputStatistics:
