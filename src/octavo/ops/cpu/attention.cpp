@@ -4,6 +4,7 @@
 // query heads of its group), against a range of keys; it walks the keys in steps of 64 with an online softmax
 // (FlashAttention-2, arXiv 2307.08691). Long contexts of single rows are cut into ranges of SPLIT keys, whose partial
 // results are merged afterwards (Flash-Decoding); the cuts depend on positions only, not on the batch or the threads.
+#include "amx.h"
 #include "common.h"
 
 namespace octavo {
@@ -22,6 +23,7 @@ struct AttentionTask {
     float softcap;
     int64_t window;
     const float* sinks;
+    int64_t amx_from;  // query rows of a tile from which matrix tiles are used
 };
 
 struct Item {
@@ -42,7 +44,7 @@ struct Tile {  // what a work item keeps between steps; about 50 KiB for a head 
     alignas(64) float maximum[TILE_ROWS], total[TILE_ROWS], correction[TILE_ROWS];
     alignas(64) bf16 q[TILE_ROWS * MAX_HEAD_DIM];
     alignas(64) float sum[TILE_ROWS * MAX_HEAD_DIM];
-    alignas(64) bf16 tail[2 * MAX_HEAD_DIM];
+    alignas(64) bf16 tail[16 * MAX_HEAD_DIM];
 };
 
 // scores[rows][16 vectors] = q . k for the keys from `start` on.
@@ -97,6 +99,41 @@ static void softmax_row(const AttentionTask& t, Tile& tile, int64_t row, int64_t
     const float factor = maximum == old_maximum ? 1.0f : std::exp2(old_maximum - maximum);
     tile.correction[row] = factor;
     tile.total[row] = tile.total[row] * factor + _mm512_reduce_add_ps(total);
+}
+
+// The same two products by matrix tiles, 16 query rows at a time; rows past the last hold anything and are not used.
+static void amx_score_step(const AttentionTask& t, Tile& tile, const char* const (&k)[4], int64_t vectors,
+                           int64_t rows) {
+    const int64_t d = t.cache->head_dim, stride = t.cache->block_size * 4;
+    for (int64_t row = 0; row < rows; row += 16)
+        score_tiles((const char*)(tile.q + row * d), d * 2, k, vectors, stride, (char*)tile.scores[row]);
+}
+
+static void amx_value_step(const AttentionTask& t, Tile& tile, const bf16* const (&v)[4], int64_t keys, int64_t rows) {
+    const int64_t d = t.cache->head_dim, vectors = (keys + 15) / 16, rest = keys % 16;
+    const bf16* values[4];
+    for (int64_t i = 0; i < vectors; i++) values[i] = v[i];
+    if (rest) {  // keys past the last hold anything, even NaN: multiply with zeros instead
+        std::memset(tile.tail, 0, 16 * d * sizeof(bf16));
+        std::memcpy(tile.tail, v[vectors - 1], rest / 2 * 2 * d * sizeof(bf16));
+        const int64_t odd = rest / 2 * 2 * d;
+        for (int64_t j = 0; rest % 2 && j < 2 * d; j += 32)
+            _mm512_storeu_si512(tile.tail + odd + j, _mm512_maskz_loadu_epi16(0x55555555u, v[vectors - 1] + odd + j));
+        values[vectors - 1] = tile.tail;
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        if (tile.correction[r] == 1.0f) continue;
+        const __m512 factor = _mm512_set1_ps(tile.correction[r]);
+        for (int64_t j = 0; j < d; j += 16)
+            _mm512_store_ps(tile.sum + r * d + j, _mm512_mul_ps(_mm512_load_ps(tile.sum + r * d + j), factor));
+    }
+    for_vector_blocks(d / 16, [&](int64_t column, auto nb) {
+        const char* b[4];
+        for (int64_t i = 0; i < vectors; i++) b[i] = (const char*)(values[i] + column * 32);
+        for (int64_t row = 0; row < rows; row += 16)
+            value_tiles<nb.value>((const char*)tile.weights[row], b, vectors, d * 4,
+                                  (char*)(tile.sum + row * d + column * 16), d * 4);
+    });
 }
 
 // sum = sum * correction + weights . v over the keys of the step.
@@ -174,6 +211,7 @@ static void run_item(const AttentionTask& t, const Item& item, Tile& tile, const
     const int64_t query_rows = t.query_start[item.request + 1] - t.query_start[item.request];
     const int64_t position = length - query_rows + item.row;  // of the first row of the tile
     const int32_t* table = t.block_table + item.request * t.table_stride;
+    const bool amx = rows >= t.amx_from;
     start_tile(t, item, tile);
     // Blocks before the window are null blocks: start at the first block that a row of the tile sees.
     const int64_t visible = std::max<int64_t>(item.first, position - t.window + 1);
@@ -187,14 +225,20 @@ static void run_item(const AttentionTask& t, const Item& item, Tile& tile, const
             k[i] = (const char*)(c.k + page + offset * 2);
             v[i] = c.v + page + offset * d;
         }
-        score_step(t, tile, k, vectors, rows);
+        if (amx)
+            amx_score_step(t, tile, k, vectors, rows);
+        else
+            score_step(t, tile, k, vectors, rows);
         for (int64_t r = 0; r < rows; r++) {
             const int64_t p = position + r / t.groups;
             const int64_t lo = std::max<int64_t>(item.first, p - t.window + 1) - start;
             const int64_t hi = std::min<int64_t>(item.last, p + 1) - start;
             softmax_row(t, tile, r, std::max<int64_t>(lo, 0), std::max<int64_t>(hi, 0), vectors);
         }
-        value_step(t, tile, v, keys, rows);
+        if (amx)
+            amx_value_step(t, tile, v, keys, rows);
+        else
+            value_step(t, tile, v, keys, rows);
     }
     finish_tile(t, item, tile, parts);
 }
@@ -231,10 +275,12 @@ struct Plan {
     std::vector<Merge> merges;
     std::vector<float> parts;
     int64_t num_parts = 0;
-    double work = 0;  // multiply-adds
+    double work = 0;       // multiply-adds
+    int64_t max_rows = 0;  // of an item
 
     void add_decode(const AttentionTask& t, int32_t request, int32_t heads) {
         const int32_t length = t.seq_lens[request];
+        max_rows = std::max<int64_t>(max_rows, 1);
         const int32_t start = int32_t(std::max<int64_t>(0, length - t.window));
         const int32_t first = start / SPLIT, last = (length + SPLIT - 1) / SPLIT;
         for (int32_t h = 0; h < heads; h++) {
@@ -252,6 +298,7 @@ struct Plan {
         const int32_t rows = t.query_start[request + 1] - t.query_start[request];
         const int32_t length = t.seq_lens[request];
         const int32_t step = std::max<int32_t>(1, TILE_ROWS / int32_t(t.groups));
+        max_rows = std::max<int64_t>(max_rows, std::min(step, rows));
         for (int32_t row = (rows - 1) / step * step; row >= 0; row -= step) {  // the longest first
             const int32_t count = std::min(step, rows - row);
             for (int32_t h = 0; h < heads; h++)
@@ -268,16 +315,17 @@ using namespace octavo;
 OCTAVO_EXPORT void octavo_paged_attention(const Cache* cache, const bf16* q, bf16* out, const int32_t* query_start,
                                           const int32_t* seq_lens, const int32_t* block_table, int64_t table_stride,
                                           int64_t num_requests, int64_t num_heads, float scale, int64_t window,
-                                          float softcap, const float* sinks) {
+                                          float softcap, const float* sinks, int64_t amx_from) {
     static thread_local Plan plan;
     const int64_t heads = cache->num_kv_heads;
     const AttentionTask t{cache,        q,         out,           query_start,   seq_lens, block_table,
                           table_stride, num_heads, num_heads / heads, scale * LOG2E, softcap,  window > 0 ? window : INT32_MAX,
-                          sinks};
+                          sinks,        cache->head_dim % 32 == 0 ? amx_from : INT64_MAX};
     plan.items.clear();
     plan.merges.clear();
     plan.num_parts = 0;
     plan.work = 0;
+    plan.max_rows = 0;
     for (int32_t s = 0; s < num_requests; s++) {
         const int32_t rows = query_start[s + 1] - query_start[s];
         if (rows == 1)
@@ -295,6 +343,8 @@ OCTAVO_EXPORT void octavo_paged_attention(const Cache* cache, const bf16* q, bf1
     {
         static thread_local std::vector<Tile> tile;
         if (tile.empty()) tile.resize(1);
+        std::optional<TileRegisters> registers;
+        if (shared->max_rows * t.groups >= t.amx_from) registers.emplace(true);
 #pragma omp for schedule(dynamic, 1)
         for (size_t i = 0; i < shared->items.size(); i++) run_item(t, shared->items[i], tile[0], parts);
 #pragma omp for schedule(static)

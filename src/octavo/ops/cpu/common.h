@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #define OCTAVO_EXPORT extern "C" __attribute__((visibility("default")))

@@ -17,6 +17,8 @@ from octavo.ops.kv_cache import AttentionMetadata, KVCache
 TILE_ROWS = 48  # as in attention.cpp: the query heads of a key head must fit in a tile
 
 _LIBRARY: Any = library.load()[0]
+# Query rows (times heads a key head) of a work item from which matrix tiles beat vectors; measured.
+_AMX_FROM = 8 if library.level() >= 2 else 2**31
 
 
 class _CacheStruct(ctypes.Structure):
@@ -168,5 +170,6 @@ def paged_attention(
         window or 0,
         softcap or 0.0,
         _address(sinks),
+        _AMX_FROM,
     )
     return out

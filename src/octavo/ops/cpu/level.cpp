@@ -1,15 +1,31 @@
 // What this CPU can run; compiled for any x86-64.
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <cstdint>
 
-// 0: none of the kernels; 1: AVX-512 with BF16 and VNNI.
-extern "C" __attribute__((visibility("default"))) int32_t octavo_cpu_level() {
+#define OCTAVO_EXPORT extern "C" __attribute__((visibility("default")))
+
+// Matrix tiles for bfloat16 and int8: the CPU has them and Linux lets this process use their 8 KiB of state a thread.
+static bool has_amx() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    const unsigned needed = 1u << 22 | 1u << 24 | 1u << 25;  // amx-bf16, amx-tile, amx-int8
+    if ((d & needed) != needed) return false;
+    const int request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+}
+
+// 0: none of the kernels; 1: AVX-512 with BF16 and VNNI; 2: and AMX.
+OCTAVO_EXPORT int32_t octavo_cpu_level() {
     __builtin_cpu_init();
-    bool base = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") &&
-                __builtin_cpu_supports("fma");
-    return base ? 1 : 0;
+    const bool base = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") &&
+                      __builtin_cpu_supports("fma");
+    return base ? 1 + has_amx() : 0;
 }
 
 // Changes with the C interface, so that a stale build is noticed instead of crashing.
-extern "C" __attribute__((visibility("default"))) int32_t octavo_abi_version() { return 1; }
+OCTAVO_EXPORT int32_t octavo_abi_version() { return 2; }

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAX_HEAD_DIM = 512  # as in common.h
 DISABLE_VARIABLE = "OCTAVO_DISABLE_CPU_KERNELS"
 
@@ -28,7 +28,17 @@ _SIGNATURES: dict[str, list[type]] = {
     "octavo_gelu_tanh_mul": [c_void_p, c_void_p, c_int64, c_int64],
     "octavo_rotary_and_store": [*[c_void_p] * 6, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_float, c_int32],
     "octavo_store_kv": [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64],
-    "octavo_paged_attention": [*[c_void_p] * 6, c_int64, c_int64, c_int64, c_float, c_int64, c_float, c_void_p],
+    "octavo_paged_attention": [
+        *[c_void_p] * 6,
+        c_int64,
+        c_int64,
+        c_int64,
+        c_float,
+        c_int64,
+        c_float,
+        c_void_p,
+        c_int64,
+    ],
 }
 
 
@@ -54,6 +64,20 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
         function.argtypes = arguments
         function.restype = None
     return library, None
+
+
+@cache
+def level() -> int:
+    """0: no kernels; 1: AVX-512 with BF16 and VNNI; 2: AMX too.
+
+    ONEDNN_MAX_CPU_ISA, which limits torch's products, limits these as well, so that both stay comparable.
+    """
+    library = load()[0]
+    if library is None:
+        return 0
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
+    amx_allowed = limit in ("", "DEFAULT", "ALL") or "AMX" in limit or limit.startswith("AVX10_2")
+    return min(library.octavo_cpu_level(), 2 if amx_allowed else 1)
 
 
 def unavailable() -> str | None:

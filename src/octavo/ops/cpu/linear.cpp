@@ -12,6 +12,7 @@
 // Few rows of int4 and int8 use integer products (vpdpbusd): x is written as 16-bit integers times a scale a group, in
 // two planes of 8 bits. That rounds x by at most 2^-16 of the largest value of its group, far below bfloat16's own
 // 2^-9, and needs neither a table nor a conversion per weight. Many rows expand tiles to bfloat16 instead.
+#include "amx.h"
 #include "common.h"
 
 namespace octavo {
@@ -27,7 +28,9 @@ struct Weight {  // mirrored by octavo.ops.cpu.weights._WeightStruct
     int32_t kind;
     int32_t has_offset;
     int32_t zero;  // code that means 0: 8 for 4-bit symmetric weights, 128 for 8 bits, else 0
-    int32_t dequantize_from;  // quantized weights: from this many rows on, expand tiles to bf16 first
+    int32_t expand_from;  // 4 and 8 bits: from this many rows on, expand tiles to bf16 first
+    int32_t amx_from;     // from this many rows on, use matrix tiles (INT32_MAX where there are none)
+    int32_t padding;
 };
 
 struct Task {
@@ -40,6 +43,8 @@ struct Task {
     const int8_t* codes;   // quantized x: W8A8 [M, K]; groups [M, K / 4, 2, 4], high and low plane
     const float* x_scale;  // W8A8 [M]; groups [M, groups]
     const int32_t* x_sum;  // sums of the quantized x, same shape as x_scale
+    // AMX: a copy of the last rows % 16 rows of x (or codes), filled up with zeros to 16 rows
+    const char* last_rows;
 };
 
 static inline void write(const Task& t, int64_t row, int64_t tile, __m512 y) {
@@ -75,6 +80,53 @@ static void dense_rows(const Task& t, int64_t tile, const char* data, int64_t ti
     });
 }
 
+// ---------------------------------------------------------------- matrix tiles
+
+static inline void write_int8(const Task& t, int64_t row, int64_t tile, __m512i sum) {
+    const __m512i shifted = _mm512_sub_epi32(sum, _mm512_set1_epi32(128 * t.x_sum[row]));
+    const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(t.x_scale[row]), _mm512_loadu_ps(t.w->row_scale + tile * 16));
+    write(t, row, tile, _mm512_mul_ps(_mm512_cvtepi32_ps(shifted), scale));
+}
+
+// MT x NT tiles of 16 rows by 16 outputs, starting at `row` and `tile`.
+template <bool INT, int MT, int NT>
+static void amx_block(const Task& t, int64_t row, int64_t tile, const char* data, int64_t tile_bytes) {
+    alignas(64) char sums[MT * NT * 1024];
+    const int64_t row_bytes = t.w->k * (INT ? 1 : 2);
+    const bool partial = row + 16 * MT > t.rows;
+    const char* x = partial ? t.last_rows : (INT ? (const char*)t.codes : (const char*)t.x) + row * row_bytes;
+    multiply_tiles<INT, MT, NT>(x, row_bytes, data, tile_bytes, row_bytes / 64, sums);
+    for (int i = 0; i < MT; i++) {
+        for (int j = 0; j < NT; j++) {
+            const char* sum = sums + (i * NT + j) * 1024;
+            const int64_t first = row + 16 * i, count = std::min<int64_t>(16, t.rows - first);
+            for (int64_t m = 0; m < count; m++) {
+                if constexpr (INT)
+                    write_int8(t, first + m, tile + j, _mm512_load_si512(sum + m * 64));
+                else
+                    write(t, first + m, tile + j, _mm512_load_ps(sum + m * 64));
+            }
+        }
+    }
+}
+
+template <bool INT, int NT>
+static void amx_rows(const Task& t, int64_t tile, const char* data, int64_t tile_bytes) {
+    const int64_t whole = t.rows / 16 * 16;
+    int64_t row = 0;
+    for (; row + 32 <= whole; row += 32) amx_block<INT, 2, NT>(t, row, tile, data, tile_bytes);
+    for (; row < t.rows; row += 16) amx_block<INT, 1, NT>(t, row, tile, data, tile_bytes);
+}
+
+// All rows of 1, 2 or 4 tiles.
+template <bool INT, int NB>
+static void amx_tiles(const Task& t, int64_t tile, const char* data, int64_t tile_bytes) {
+    constexpr int NT = NB > 1 ? 2 : 1;
+    for (int n = 0; n < NB; n += NT) amx_rows<INT, NT>(t, tile + n, data + n * tile_bytes, tile_bytes);
+}
+
+static inline bool uses_amx(const Task& t) { return t.rows >= t.w->amx_from; }
+
 // ---------------------------------------------------------------- 4 and 8 bits in groups
 
 struct Int4 {
@@ -86,6 +138,12 @@ struct Int4 {
         out[0] = _mm512_and_si512(v, low);
         out[1] = _mm512_and_si512(_mm512_srli_epi16(v, 4), low);
     }
+
+    // Codes of k = i as float32; vpermps looks at the lowest 4 bits only.
+    static __attribute__((always_inline)) __m512 value(__m512i v, int i) {
+        const __m512 table = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        return _mm512_permutexvar_ps(_mm512_srli_epi32(v, 8 * (i % 4) + 4 * (i / 4)), table);
+    }
 };
 
 struct Int8 {
@@ -93,6 +151,10 @@ struct Int8 {
 
     static __attribute__((always_inline)) void decode(const char* p, __m512i (&out)[QUADS]) {
         out[0] = _mm512_loadu_si512(p);
+    }
+
+    static __attribute__((always_inline)) __m512 value(__m512i v, int i) {
+        return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(v, 8 * i), _mm512_set1_epi32(255)));
     }
 };
 
@@ -181,13 +243,12 @@ static void split_row(const Weight& w, const bf16* x, int64_t row, int8_t* plane
     }
 }
 
-// 4 vectors of float32 weights, 16 rows of k = 0 .. 3, as two steps of bf16 pairs.
-static inline void write_pairs(const __m512 (&v)[4], bf16* out) {
-    for (int p = 0; p < 2; p++) {
-        __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v[2 * p]));
-        __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v[2 * p + 1]));
-        _mm512_storeu_si512(out + 32 * p, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-    }
+// Two vectors of float32 as bf16 pairs (even, odd), rounded to nearest with halves away from zero: 4 instructions for 32
+// weights, where the conversion instruction and the interleaving would take twice as many.
+static inline __m512i pack_pairs(__m512 even, __m512 odd) {
+    const __m512i half = _mm512_set1_epi32(0x8000);
+    const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(even), half), 16);
+    return _mm512_mask_blend_epi16(0xaaaaaaaau, low, _mm512_add_epi32(_mm512_castps_si512(odd), half));
 }
 
 // The weights of one tile as bf16 in the layout of a dense tile.
@@ -195,7 +256,6 @@ template <class Codec>
 static void expand_tile(const Weight& w, int64_t tile, bf16* out) {
     const int64_t groups = w.k / w.group, steps = w.group / (4 * Codec::QUADS);
     const __m512 row_scale = _mm512_loadu_ps(w.row_scale + tile * 16);
-    const __m512i byte = _mm512_set1_epi32(255);
     const char* b = w.data + tile * w.tile_bytes;
     for (int64_t g = 0; g < groups; g++) {
         const __m512 scale = _mm512_mul_ps(load_half(b), row_scale);
@@ -203,15 +263,11 @@ static void expand_tile(const Weight& w, int64_t tile, bf16* out) {
         offset = _mm512_fnmadd_ps(scale, _mm512_set1_ps(float(w.zero)), offset);
         b += w.has_offset ? 64 : 32;
         for (int64_t s = 0; s < steps; s++, b += 64) {
-            __m512i v[Codec::QUADS];
-            Codec::decode(b, v);
-            for (int j = 0; j < Codec::QUADS; j++, out += 64) {
-                __m512 f[4];
-                for (int i = 0; i < 4; i++) {
-                    const __m512i code = _mm512_and_si512(_mm512_srli_epi32(v[j], 8 * i), byte);
-                    f[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(code), scale, offset);
-                }
-                write_pairs(f, out);
+            const __m512i v = _mm512_loadu_si512(b);
+            for (int i = 0; i < 2 * Codec::QUADS; i++, out += 32) {
+                const __m512 even = _mm512_fmadd_ps(Codec::value(v, 2 * i), scale, offset);
+                const __m512 odd = _mm512_fmadd_ps(Codec::value(v, 2 * i + 1), scale, offset);
+                _mm512_storeu_si512(out, pack_pairs(even, odd));
             }
         }
     }
@@ -219,7 +275,7 @@ static void expand_tile(const Weight& w, int64_t tile, bf16* out) {
 
 template <class Codec>
 static void group_tiles(const Task& t, int64_t first, int64_t last) {
-    if (t.rows < t.w->dequantize_from) {
+    if (t.rows < t.w->expand_from) {
         for_vector_blocks(last - first, [&](int64_t tile, auto nb) {
             for_row_blocks(t.rows, [&](int64_t row, int64_t count) {
                 with_rows(count, [&](auto mb) {
@@ -238,9 +294,17 @@ static void group_tiles(const Task& t, int64_t first, int64_t last) {
     static thread_local std::vector<bf16> buffer;
     const int64_t tile_size = t.w->k * 16;
     bf16* expanded = scratch(buffer, MAX_VECTORS * tile_size);
+    auto expand = [&](int64_t tile, int count) {
+        for (int n = 0; n < count; n++) expand_tile<Codec>(*t.w, tile + n, expanded + n * tile_size);
+        return (const char*)expanded;
+    };
+    if (uses_amx(t)) {  // two tiles at a time: more would fall out of the first-level cache
+        for (; first + 2 <= last; first += 2) amx_tiles<false, 2>(t, first, expand(first, 2), tile_size * 2);
+        if (first < last) amx_tiles<false, 1>(t, first, expand(first, 1), tile_size * 2);
+        return;
+    }
     for_vector_blocks(last - first, [&](int64_t tile, auto nb) {
-        for (int n = 0; n < nb.value; n++) expand_tile<Codec>(*t.w, first + tile + n, expanded + n * tile_size);
-        dense_rows<nb.value>(t, first + tile, (const char*)expanded, tile_size * 2);
+        dense_rows<nb.value>(t, first + tile, expand(first + tile, nb.value), tile_size * 2);
     });
 }
 
@@ -263,15 +327,8 @@ static void w8a8_block(const Task& t, int64_t row, int64_t tile) {
             for (int n = 0; n < NB; n++) acc[m][n] = _mm512_dpbusd_epi32(acc[m][n], v[n], x);
         }
     }
-    for (int m = 0; m < MB; m++) {
-        __m512i shift = _mm512_set1_epi32(128 * t.x_sum[row + m]);
-        __m512 x_scale = _mm512_set1_ps(t.x_scale[row + m]);
-        for (int n = 0; n < NB; n++) {
-            __m512 y = _mm512_cvtepi32_ps(_mm512_sub_epi32(acc[m][n], shift));
-            __m512 scale = _mm512_mul_ps(x_scale, _mm512_loadu_ps(w.row_scale + (tile + n) * 16));
-            write(t, row + m, tile + n, _mm512_mul_ps(y, scale));
-        }
-    }
+    for (int m = 0; m < MB; m++)
+        for (int n = 0; n < NB; n++) write_int8(t, row + m, tile + n, acc[m][n]);
 }
 
 // Symmetric int8 codes of one row: scale = max |x| / 127.5, codes = round(x / scale) clamped; and their sum.
@@ -297,29 +354,39 @@ static void quantize_row(const bf16* x, int64_t k, int8_t* codes, float* scale, 
 // Tiles first .. last of the product.
 static void linear_tiles(const Task& t, int64_t first, int64_t last) {
     const Weight& w = *t.w;
-    switch (w.kind) {
-        case BF16:
-            for_vector_blocks(last - first, [&](int64_t tile, auto nb) {
-                dense_rows<nb.value>(t, first + tile, w.data + (first + tile) * w.tile_bytes, w.tile_bytes);
-            });
-            return;
-        case INT4: return group_tiles<Int4>(t, first, last);
-        case INT8: return group_tiles<Int8>(t, first, last);
-        case W8A8:
-            for_vector_blocks(last - first, [&](int64_t tile, auto nb) {
-                for_row_blocks(t.rows, [&](int64_t row, int64_t count) {
-                    with_rows(count, [&](auto mb) { w8a8_block<mb.value, nb.value>(t, row, first + tile); });
-                });
-            });
-            return;
-    }
+    const bool amx = uses_amx(t);
+    if (w.kind == INT4) return group_tiles<Int4>(t, first, last);
+    if (w.kind == INT8) return group_tiles<Int8>(t, first, last);
+    for_vector_blocks(last - first, [&](int64_t tile, auto nb) {
+        constexpr int NB = nb.value;
+        const char* data = w.data + (first + tile) * w.tile_bytes;
+        if (w.kind == BF16) {
+            if (amx) return amx_tiles<false, NB>(t, first + tile, data, w.tile_bytes);
+            return dense_rows<NB>(t, first + tile, data, w.tile_bytes);
+        }
+        if (amx) return amx_tiles<true, NB>(t, first + tile, data, w.tile_bytes);
+        for_row_blocks(t.rows, [&](int64_t row, int64_t count) {
+            with_rows(count, [&](auto mb) { w8a8_block<mb.value, NB>(t, row, first + tile); });
+        });
+    });
 }
 
 struct LinearScratch {
     std::vector<float> scales;
     std::vector<int8_t> codes;
     std::vector<int32_t> sums;
+    std::vector<char> last_rows;
 };
+
+// The last rows % 16 rows, `row_bytes` each, filled up to 16.
+static const char* copy_last_rows(const char* x, int64_t rows, int64_t row_bytes, std::vector<char>& buffer) {
+    const int64_t count = rows % 16;
+    if (count == 0) return nullptr;
+    char* copy = scratch(buffer, 16 * row_bytes);
+    std::memcpy(copy, x + (rows - count) * row_bytes, count * row_bytes);
+    std::memset(copy + count * row_bytes, 0, (16 - count) * row_bytes);
+    return copy;
+}
 
 }  // namespace octavo
 
@@ -328,9 +395,10 @@ using namespace octavo;
 OCTAVO_EXPORT void octavo_linear(const Weight* w, const bf16* x, int64_t rows, void* out, int32_t out_float,
                                  const bf16* bias) {
     static thread_local LinearScratch memory;
-    Task t{w, x, rows, out, out_float != 0, bias, nullptr, nullptr, nullptr};
+    Task t{w, x, rows, out, out_float != 0, bias, nullptr, nullptr, nullptr, nullptr};
     const int64_t tiles = (w->n + 15) / 16;
-    const bool split = (w->kind == INT4 || w->kind == INT8) && rows < w->dequantize_from;
+    const bool split = (w->kind == INT4 || w->kind == INT8) && rows < w->expand_from;
+    const bool amx = uses_amx(t);
     int8_t* codes = nullptr;
     float* scales = nullptr;
     int32_t* sums = nullptr;
@@ -349,15 +417,24 @@ OCTAVO_EXPORT void octavo_linear(const Weight* w, const bf16* x, int64_t rows, v
     const bool early = rows < 8;  // a barrier costs more than what the threads would share
     if (codes && early)
         for (int64_t m = 0; m < rows; m++) quantize(m);
+    if (amx && w->kind != W8A8) t.last_rows = copy_last_rows((const char*)x, rows, w->k * 2, memory.last_rows);
 #pragma omp parallel
     {
         if (codes && !early) {
 #pragma omp for schedule(static)
             for (int64_t m = 0; m < rows; m++) quantize(m);
         }
+        Task mine = t;
+        static thread_local std::vector<char> last_codes;
+        if (amx && w->kind == W8A8) mine.last_rows = copy_last_rows((const char*)codes, rows, w->k, last_codes);
         int64_t first, last;
         thread_share(tiles, omp_get_thread_num(), omp_get_num_threads(), first, last);
-        linear_tiles(t, first, last);
+        if (amx) {
+            const TileRegisters registers(false);
+            linear_tiles(mine, first, last);
+        } else {
+            linear_tiles(mine, first, last);
+        }
     }
 }
 

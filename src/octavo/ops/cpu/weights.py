@@ -14,8 +14,11 @@ from octavo.ops.packed_weight import PackedWeight, QuantizedWeightLike, quantize
 
 TILE = 16
 BF16, INT4, INT8, W8A8 = range(4)
-# From this many rows on, expanding a tile to bf16 once costs less than decoding it for each block of six rows
-# (measured on 2 cores of a Xeon with AVX-512, K = 576 and 1536).
+NEVER = 2**31 - 1
+# From this many rows on, expanding a tile to bf16 once costs less than decoding it for each block of rows; and matrix
+# tiles beat vectors. Measured on 2 cores of a Xeon with AMX, K = 576 and 1536, by benchmarks/ops_cpu.py.
+EXPAND_FROM = 33
+AMX_FROM = {BF16: 3, INT4: 6, INT8: 6, W8A8: 5}
 MAX_GROUP = 128
 STEP = {4: 8, 8: 4}  # values of k in 64 bytes of a tile, by bits
 DEQUANTIZE_FROM = {INT4: 25, INT8: 13}
@@ -34,7 +37,9 @@ class _WeightStruct(ctypes.Structure):
         ("kind", ctypes.c_int32),
         ("has_offset", ctypes.c_int32),
         ("zero", ctypes.c_int32),
-        ("dequantize_from", ctypes.c_int32),
+        ("expand_from", ctypes.c_int32),
+        ("amx_from", ctypes.c_int32),
+        ("padding", ctypes.c_int32),
     )
 
 
@@ -56,6 +61,9 @@ class CpuWeight(PackedWeight):
         self.shape = shape
         self.data = data
         self.row_scale = row_scale
+        # A tile register takes 64 bytes of a row of x: 32 bf16 or 64 int8 values.
+        fits_amx = library.level() >= 2 and shape[1] % (64 if kind == W8A8 else 32) == 0
+        amx_from = AMX_FROM[kind] if fits_amx else NEVER
         self._struct = _WeightStruct(
             n=shape[0],
             k=shape[1],
@@ -66,7 +74,8 @@ class CpuWeight(PackedWeight):
             kind=kind,
             has_offset=has_offset,
             zero=zero,
-            dequantize_from=DEQUANTIZE_FROM.get(kind, 0),
+            expand_from=min(EXPAND_FROM, amx_from) if kind in (INT4, INT8) else 0,
+            amx_from=amx_from,
         )
         self._address = ctypes.addressof(self._struct)
         cpu_library = library.load()[0]
