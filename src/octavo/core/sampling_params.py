@@ -28,7 +28,8 @@ class SamplingParams:
     logprobs, prompt_logprobs: how many most probable tokens are reported a position; -1 is the whole vocabulary.
     logit_bias: token id to a number in [-100, 100] added to its logit; allowed_token_ids: nothing else is sampled;
     bad_words: strings that are never produced.
-    detokenize, skip_special_tokens, spaces_between_special_tokens, include_stop_str_in_output: how text is made.
+    detokenize, skip_special_tokens, include_stop_str_in_output: how text is made. spaces_between_special_tokens is
+    accepted for compatibility: fast tokenizers, the only ones used here, put no spaces there, whatever it says.
     truncate_prompt_tokens: keep the last so many prompt tokens, -1 as many as the context takes (see `truncate`).
     """
 
