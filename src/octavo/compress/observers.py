@@ -21,7 +21,7 @@ Observer = Callable[[Tensor, Tensor | None, int], Tensor]
 
 _MSE_NORM, _MSE_SMALLEST, _MSE_STEPS = 2.4, 0.80, 100
 _IMATRIX_NORM, _IMATRIX_SMALLEST, _IMATRIX_STEPS = 3.0, 0.05, 20
-_SIGNED_RATIOS = (1.0, 0.9, 0.8, 0.7, 0.6)
+_SIGNED_RATIOS = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6)
 
 
 def minmax(weight: Tensor, importance: Tensor | None, num_bits: int) -> Tensor:
