@@ -171,11 +171,8 @@ def _next_command(config: QuickstartConfig, model_dir: Path, verdict: Verdict) -
     missed = {check.name for check in verdict.checks if not check.is_met}
     if "quality" in missed and config.scheme != "W8A16":
         return shlex.join(["octavo", "quickstart", config.model, "--scheme", "W8A16"])
-    return (
-        shlex.join(["octavo", "serve", str(model_dir)])
-        + "   # then: octavo bench --profile sweep --slo "
-        + shlex.quote(config.slo)
-    )
+    sweep = ["octavo", "bench", "--target", "http://127.0.0.1:8000", "--profile", "sweep", "--slo", config.slo]
+    return f"{shlex.join(['octavo', 'serve', str(model_dir)])}   # and beside it: {shlex.join(sweep)}"
 
 
 def _kv_memory(layout: CacheLayout, sampler: MetricsSampler) -> KVMemory:
