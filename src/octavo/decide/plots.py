@@ -66,7 +66,7 @@ def line_plot(
         x = x_axis.at(limit[1])
         body.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - bottom}" class="limit"/>')
         anchor = "end" if x > width / 2 else "start"
-        body.append(_text(x + (-5 if anchor == "end" else 5), top + 12, limit[0], anchor, "limit-text"))
+        body.append(_text(x + (-5 if anchor == "end" else 5), height - bottom - 6, limit[0], anchor, "limit-text"))
     body.append(_text((left + width - right) / 2, height - 6, x_label, "middle", "axis"))
     body.append(f'<g transform="rotate(-90 12 {height / 2})">{_text(12, height / 2, y_label, "middle", "axis")}</g>')
     legend, rows = _legend([(s.name, s.color) for s in series], left, height + 8, width) if len(series) > 1 else ("", 0)
