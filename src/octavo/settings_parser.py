@@ -250,8 +250,8 @@ def _dashes(word: str) -> str:
 
 def _epilog(examples: str) -> str:
     note = (
-        "Every flag is also an environment variable (--some-flag is OCTAVO_SOME_FLAG) and a key of the YAML file given\n"
-        "by --config (some-flag: value). The flag wins over the environment, that over the file, that over the default."
+        "Every flag is also an environment variable (--some-flag is OCTAVO_SOME_FLAG) and a key of the YAML file\n"
+        "given by --config (some-flag: value). Flags win over the environment, that over the file, that over the default."
     )
     return f"examples:\n{examples.strip(chr(10))}\n\n{note}" if examples else note
 
