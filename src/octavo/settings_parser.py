@@ -251,7 +251,7 @@ def _dashes(word: str) -> str:
 def _epilog(examples: str) -> str:
     note = (
         "Every flag is also an environment variable (--some-flag is OCTAVO_SOME_FLAG) and a key of the YAML file\n"
-        "given by --config (some-flag: value). Flags win over the environment, that over the file, that over the default."
+        "given by --config (some-flag: value). A flag wins over the environment, that over the file."
     )
     return f"examples:\n{examples.strip(chr(10))}\n\n{note}" if examples else note
 
