@@ -144,6 +144,10 @@ def test_settings_become_a_modifier() -> None:
         modifiers_of(CompressConfig("m", "out", algorithm="awq"))
     with pytest.raises(UserError, match="not both"):
         modifiers_of(CompressConfig("m", "out", recipe="r.yaml", scheme="W4A16"))
+    with pytest.raises(UserError, match="--group-size does not go with a recipe"):
+        modifiers_of(CompressConfig("m", "out", recipe="r.yaml", group_size=64))
+    with pytest.raises(UserError, match="--dampening-frac does not go with algorithm rtn"):
+        modifiers_of(CompressConfig("m", "out", algorithm="rtn", dampening_frac=0.1))
     with pytest.raises(UserError, match="not both"):
         run(CompressConfig("m", "out", dataset="wikitext", calibration_file="a.txt"))
 

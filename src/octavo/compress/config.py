@@ -20,16 +20,18 @@ class CompressConfig:
     output_dir: str = setting(help="folder for the checkpoint and compression_report.json", metavar="DIR")
     scheme: str | None = setting(
         None,
-        "quantization scheme; W4A16, W8A16 and W8A8 work so far (default: W4A16 without a recipe)",
+        "quantization scheme; W4A16, W8A16 and W8A8 work so far; W4A16 if neither this nor a recipe is given",
         choices=SCHEMES,
     )
     algorithm: str | None = setting(
-        None, "rtn rounds, gptq rounds with compensation (default: gptq without a recipe)", metavar="ALGORITHM"
+        None,
+        "rtn rounds, gptq rounds with compensation; gptq if neither this nor a recipe is given",
+        metavar="ALGORITHM",
     )
     recipe: str | None = setting(None, "YAML recipe instead of scheme and algorithm", metavar="FILE")
     dataset: str | None = setting(
         None,
-        "calibration data set on the Hub, for instance wikitext (default: Python's own documentation)",
+        "calibration data set on the Hub, for instance wikitext; without one, Python's own documentation",
         metavar="NAME",
     )
     dataset_config_name: str | None = setting(None, "configuration of the data set", metavar="NAME")
@@ -38,17 +40,20 @@ class CompressConfig:
     text_column: str = setting("text", "column of the data set or file that holds the text")
     num_calibration_samples: int = setting(128, "sequences to calibrate on")
     max_seq_length: int | None = setting(
-        None, "tokens a calibration sequence (default: 512, or the model's context if shorter)", metavar="TOKENS"
+        None,
+        "tokens a calibration sequence; if not given, 512 or the model's context if that is shorter",
+        metavar="TOKENS",
     )
     shuffle_calibration_samples: bool = setting(False, "draw the sequences at random instead of taking the first ones")
     group_size: int | None = setting(
-        None, "inputs that share a scale, -1 for a whole row (default: the scheme's; 128, 64 or 32 where that fits)"
+        None,
+        "inputs that share a scale, -1 for a whole row; if not given, the scheme's, or 64 or 32 where that does not fit",
     )
     ignore: tuple[str, ...] = setting(
         ("lm_head",), "layers to leave alone: full names, class names, or re: and a regular expression"
     )
     observer: str | None = setting(
-        None, "how scales are chosen (default: imatrix_signed for gptq, signed for rtn)", choices=OBSERVERS
+        None, "how scales are chosen; if not given, imatrix_signed for gptq and signed for rtn", choices=OBSERVERS
     )
     dampening_frac: float = setting(0.01, "gptq: added to the Hessian's diagonal, in units of its mean")
     block_size: int = setting(128, "gptq: columns that are rounded before the rest is brought up to date")

@@ -7,7 +7,7 @@ import json
 import resource
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from octavo.compress.report import environment, layer_entry, report_lines, size_
 from octavo.compress.work_folder import WorkFolder
 from octavo.errors import UserError
 
+_GPTQ_SETTINGS = ("dampening_frac", "block_size", "actorder")
 _ONE_BATCH_BYTES = 3_000_000_000  # activations of the whole calibration set in one block that are still held at once
 
 
@@ -110,11 +111,13 @@ def modifiers_of(config: CompressConfig) -> list[Modifier]:
     if config.recipe is not None:
         if config.scheme is not None or config.algorithm is not None:
             raise UserError("give --recipe or --scheme and --algorithm, not both", param="recipe")
+        _refuse_changed(config, ("group_size", "observer", "ignore", *_GPTQ_SETTINGS), "a recipe, which says it itself")
         return parse_recipe(Path(config.recipe))
     algorithm = config.algorithm or "gptq"
     common: dict[str, Any] = {"scheme": config.scheme or "W4A16", "ignore": list(config.ignore)}
     common |= {"group_size": config.group_size, "weight_observer": config.observer}
     if algorithm == "rtn":
+        _refuse_changed(config, _GPTQ_SETTINGS, "algorithm rtn, which has no such setting")
         return [QuantizationModifier(**common)]
     if algorithm == "gptq":
         order = None if config.actorder == "none" else config.actorder
@@ -122,6 +125,14 @@ def modifiers_of(config: CompressConfig) -> list[Modifier]:
             GPTQModifier(**common, block_size=config.block_size, dampening_frac=config.dampening_frac, actorder=order)
         ]
     raise UserError(f"algorithm {algorithm!r} is not there yet; rtn and gptq are", param="algorithm")
+
+
+def _refuse_changed(config: CompressConfig, names: tuple[str, ...], beside: str) -> None:
+    """A setting that would have no effect is refused when it was given."""
+    for field in fields(config):
+        if field.name in names and getattr(config, field.name) != field.default:
+            flag = "--" + field.name.replace("_", "-")
+            raise UserError(f"{flag} does not go with {beside}; leave it out", param=field.name)
 
 
 def _tokenizer(tokenizer: Any) -> Any:
