@@ -47,7 +47,7 @@ class CompressConfig:
     shuffle_calibration_samples: bool = setting(False, "draw the sequences at random instead of taking the first ones")
     group_size: int | None = setting(
         None,
-        "inputs that share a scale, -1 for a whole row; if not given, the scheme's, or 64 or 32 where that does not fit",
+        "inputs that share a scale, -1 for a whole row; if not given, the scheme's, 64 or 32 where that does not fit",
     )
     ignore: tuple[str, ...] = setting(
         ("lm_head",), "layers to leave alone: full names, class names, or re: and a regular expression"
