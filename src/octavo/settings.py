@@ -9,7 +9,7 @@ from typing import Any
 
 def setting(
     default: Any = dataclasses.MISSING,
-    help: str = "",  # noqa: A002 - the field's name is the user's word for it
+    help: str = "",
     *,
     default_factory: Callable[[], Any] | None = None,
     choices: Sequence[str] | None = None,

@@ -211,3 +211,9 @@ def test_bench_needs_no_torch() -> None:
     code = "import sys, octavo.bench.run; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_metric_and_its_alias_count_once() -> None:
+    text = 'num_requests_running 4\nvllm:num_requests_running{engine="0"} 4\nvllm:num_requests_running{engine="1"} 1\n'
+    assert parse_prometheus(text) == {"num_requests_running": 5.0}
+    assert parse_prometheus("\n".join(reversed(text.splitlines()))) == {"num_requests_running": 5.0}

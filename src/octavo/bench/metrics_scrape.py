@@ -30,17 +30,21 @@ FIRST_DELAY = 0.1  # so that short runs have a sample inside too
 
 
 def parse_prometheus(text: str) -> dict[str, float]:
-    """Sums of each metric over its labels, from Prometheus' text format; a prefix such as "vllm:" is dropped."""
+    """Sums of each metric over its labels, from Prometheus' text format, under the names without a prefix.
+
+    A server may offer a figure twice, as "vllm:x" and under the alias "x"; then the prefixed one counts.
+    """
     totals: dict[str, float] = {}
     for line in text.splitlines():
         if not line or line.startswith("#"):
             continue
-        name = line.split("{", 1)[0].split(" ", 1)[0].rpartition(":")[2]
+        name = line.split("{", 1)[0].split(" ", 1)[0]
         rest = line.rpartition("}")[2] if "{" in line else line.partition(" ")[2]
         fields = rest.split()
         with contextlib.suppress(ValueError, IndexError):  # a line that is no sample is not ours to judge
             totals[name] = totals.get(name, 0.0) + float(fields[0])
-    return totals
+    by_prefix = sorted(totals.items(), key=lambda item: ":" in item[0])
+    return {name.rpartition(":")[2]: value for name, value in by_prefix}
 
 
 @dataclass

@@ -25,7 +25,7 @@ class EngineConfig:
     model_impl: str = setting("auto", "whose modules run the model", choices=("auto", "native", "transformers"))
     quantization: str | None = setting(None, "quantize a plain checkpoint while loading (not available yet)")
     max_model_len: int | str | None = setting(
-        None, "context length in tokens, prompt and output together; 'auto' takes what fits", metavar="TOKENS"
+        None, "context length in tokens, prompt and output together; 'auto' or -1 takes what fits", metavar="TOKENS"
     )
     block_size: int = setting(16, "tokens a block of the KV cache")
     kv_cache_dtype: str = setting("auto", "type of the KV cache", choices=("auto", "float32", "bfloat16", "float16"))
@@ -58,6 +58,8 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "at least 1")
+        if self.max_model_len == -1:  # vLLM's other spelling
+            self.max_model_len = "auto"
         length = self.max_model_len
         if isinstance(length, str) and length != "auto":
             raise UserError(
