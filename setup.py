@@ -10,7 +10,8 @@ import sys
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = ["level", "linear", "attention", "elementwise"]
+SOURCES = ["level", "linear", "attention", "elementwise", "layer"]
+HEADERS = ["common", "amx", "linear", "attention", "rows"]
 FOLDER = "src/octavo/ops/cpu"
 
 
@@ -46,7 +47,7 @@ def kernels() -> list[Extension]:
         Extension(
             "octavo.ops.cpu._kernels",
             sources=[f"{FOLDER}/{name}.cpp" for name in SOURCES],
-            depends=[f"{FOLDER}/common.h"],
+            depends=[f"{FOLDER}/{name}.h" for name in HEADERS],
             language="c++",
             extra_compile_args=flags,
             extra_link_args=["-fopenmp"],

@@ -1,5 +1,6 @@
 """Every kernel behind one function: a torch reference that defines it, and faster versions for CPU and GPU."""
 
+from octavo.ops.decoder import DecoderLayer, FusedDecoder, fuse_decoder
 from octavo.ops.functions import (
     add_rms_norm,
     default_dtype,
@@ -18,10 +19,13 @@ from octavo.ops.packed_weight import PackedWeight
 
 __all__ = [
     "AttentionMetadata",
+    "DecoderLayer",
+    "FusedDecoder",
     "KVCache",
     "PackedWeight",
     "add_rms_norm",
     "default_dtype",
+    "fuse_decoder",
     "gelu_tanh_mul",
     "linear",
     "pack_weight",

@@ -144,7 +144,7 @@ def report(device: torch.device | str = "cpu") -> list[tuple[str, str, bool, str
     device = torch.device(device)
     dtype = default_dtype(device)
     rows = [row for operation in OPERATIONS for row in operation.report(device.type, dtype)]
-    return _report_layouts(dtype, device) + rows
+    return [*_report_layouts(dtype, device), *rows, *_report_fused(dtype, device)]
 
 
 def _report_layouts(dtype: torch.dtype, device: torch.device) -> list[tuple[str, str, bool, str]]:
@@ -159,3 +159,15 @@ def _report_layouts(dtype: torch.dtype, device: torch.device) -> list[tuple[str,
         taken = taken or chosen
         rows.append(("linear", layout.name, chosen, reason))
     return rows
+
+
+def _report_fused(dtype: torch.dtype, device: torch.device) -> list[tuple[str, str, bool, str]]:
+    """Whether decoder layers run as one call (`fuse_decoder`) or operation by operation."""
+    reason = cpu_library.unavailable()
+    if reason is None and (device.type != "cpu" or dtype != torch.bfloat16):
+        reason = f"serves bfloat16 on the CPU, not {dtype} on {device.type}"
+    fused = reason is None
+    return [
+        ("decoder_layer", "cpu fused", fused, reason or "one call a layer, where its weights and heads allow"),
+        ("decoder_layer", "single operations", not fused, "a faster one serves this" if fused else "always possible"),
+    ]

@@ -4,39 +4,15 @@
 // query heads of its group), against a range of keys; it walks the keys in steps of 64 with an online softmax
 // (FlashAttention-2, arXiv 2307.08691). Long contexts of single rows are cut into ranges of SPLIT keys, whose partial
 // results are merged afterwards (Flash-Decoding); the cuts depend on positions only, not on the batch or the threads.
+#include "attention.h"
+
 #include "amx.h"
-#include "common.h"
 
 namespace octavo {
 
 constexpr int STEP = 64;         // keys a step: 4 vectors of scores
 constexpr int TILE_ROWS = 48;    // query rows of a work item, rounded down to whole groups
 constexpr int SPLIT = 512;       // keys of a work item of a single query row
-
-struct AttentionTask {
-    const Cache* cache;
-    const bf16* q;
-    bf16* out;
-    const int32_t *query_start, *seq_lens, *block_table;
-    int64_t table_stride, num_heads, groups;
-    float scale;  // times log2(e): scores are exponents of 2
-    float softcap;
-    int64_t window;
-    const float* sinks;
-    int64_t amx_from;  // query rows of a tile from which matrix tiles are used
-};
-
-struct Item {
-    int32_t request, head;   // key head
-    int32_t row, rows;       // query rows of the request
-    int32_t first, last;     // keys
-    int32_t part;            // index of the partial result, or -1 to write the output
-};
-
-// Partial result of a split: [rows of the group][head_dim] sums, then their maxima and weights.
-struct Parts {
-    float *sum, *maximum, *weight;
-};
 
 struct Tile {  // what a work item keeps between steps; about 50 KiB for a head size of 64
     alignas(64) float scores[TILE_ROWS][STEP];
@@ -266,47 +242,70 @@ static void merge_parts(const AttentionTask& t, const Parts& parts, int64_t requ
     }
 }
 
-struct Merge {
-    int32_t request, head, first, count;
-};
-
-struct Plan {
-    std::vector<Item> items;
-    std::vector<Merge> merges;
-    std::vector<float> parts;
-    int64_t num_parts = 0;
-    double work = 0;       // multiply-adds
-    int64_t max_rows = 0;  // of an item
-
-    void add_decode(const AttentionTask& t, int32_t request, int32_t heads) {
-        const int32_t length = t.seq_lens[request];
-        max_rows = std::max<int64_t>(max_rows, 1);
-        const int32_t start = int32_t(std::max<int64_t>(0, length - t.window));
-        const int32_t first = start / SPLIT, last = (length + SPLIT - 1) / SPLIT;
-        for (int32_t h = 0; h < heads; h++) {
-            const bool split = last - first > 1;
-            if (split) merges.push_back({request, h, int32_t(num_parts), last - first});
-            for (int32_t s = first; s < last; s++) {
-                const int32_t end = std::min(length, (s + 1) * SPLIT);
-                items.push_back({request, h, 0, 1, s == first ? 0 : s * SPLIT, end, split ? int32_t(num_parts++) : -1});
-            }
+static void add_decode(const AttentionTask& t, int32_t request, AttentionPlan& plan) {
+    const int32_t length = t.seq_lens[request];
+    const int32_t start = int32_t(std::max<int64_t>(0, length - t.window));
+    const int32_t first = start / SPLIT, last = (length + SPLIT - 1) / SPLIT;
+    const bool split = last - first > 1;
+    plan.max_rows = std::max<int64_t>(plan.max_rows, 1);
+    plan.work += 2.0 * (length - start) * t.num_heads * t.cache->head_dim;
+    for (int32_t h = 0; h < t.cache->num_kv_heads; h++) {
+        if (split) plan.merges.push_back({request, h, int32_t(plan.num_parts), last - first});
+        for (int32_t s = first; s < last; s++) {
+            const int32_t begin = s == first ? 0 : s * SPLIT, end = std::min(length, (s + 1) * SPLIT);
+            plan.items.push_back({request, h, 0, 1, begin, end, split ? int32_t(plan.num_parts++) : -1});
         }
-        work += 2.0 * (length - start) * t.num_heads * t.cache->head_dim;
     }
+}
 
-    void add_prefill(const AttentionTask& t, int32_t request, int32_t heads) {
-        const int32_t rows = t.query_start[request + 1] - t.query_start[request];
-        const int32_t length = t.seq_lens[request];
-        const int32_t step = std::max<int32_t>(1, TILE_ROWS / int32_t(t.groups));
-        max_rows = std::max<int64_t>(max_rows, std::min(step, rows));
-        for (int32_t row = (rows - 1) / step * step; row >= 0; row -= step) {  // the longest first
-            const int32_t count = std::min(step, rows - row);
-            for (int32_t h = 0; h < heads; h++)
-                items.push_back({request, h, row, count, 0, length - rows + row + count, -1});
-        }
-        work += 2.0 * rows * (length - rows / 2) * t.num_heads * t.cache->head_dim;
+static void add_prefill(const AttentionTask& t, int32_t request, int32_t rows, AttentionPlan& plan) {
+    const int32_t length = t.seq_lens[request];
+    const int32_t step = std::max<int32_t>(1, TILE_ROWS / int32_t(t.groups));
+    plan.max_rows = std::max<int64_t>(plan.max_rows, std::min(step, rows));
+    plan.work += 2.0 * rows * (length - rows / 2) * t.num_heads * t.cache->head_dim;
+    for (int32_t row = (rows - 1) / step * step; row >= 0; row -= step) {  // the longest first
+        const int32_t count = std::min(step, rows - row);
+        for (int32_t h = 0; h < t.cache->num_kv_heads; h++)
+            plan.items.push_back({request, h, row, count, 0, length - rows + row + count, -1});
     }
-};
+}
+
+void plan_attention(AttentionTask& t, AttentionPlan& plan) {
+    const int64_t d = t.cache->head_dim;
+    t.groups = t.num_heads / t.cache->num_kv_heads;
+    t.scale *= LOG2E;
+    if (t.window <= 0) t.window = INT32_MAX;
+    if (d % 32) t.amx_from = INT64_MAX;
+    plan.items.clear();
+    plan.merges.clear();
+    plan.num_parts = plan.max_rows = 0;
+    plan.work = 0;
+    for (int32_t s = 0; s < t.num_requests; s++) {
+        const int32_t rows = t.query_start[s + 1] - t.query_start[s];
+        if (rows == 1)
+            add_decode(t, s, plan);
+        else if (rows > 1)
+            add_prefill(t, s, rows, plan);
+    }
+    const int64_t part_rows = plan.num_parts * t.groups;
+    float* memory = scratch(plan.memory, part_rows * (d + 2));
+    plan.parts = {memory, memory + part_rows * d, memory + part_rows * (d + 1)};
+}
+
+void run_attention(const AttentionTask& t, const AttentionPlan& plan) {
+    static thread_local std::vector<Tile> tile;
+    if (tile.empty()) tile.resize(1);
+    std::optional<TileRegisters> registers;
+    if (plan.max_rows * t.groups >= t.amx_from) registers.emplace(true);
+#pragma omp for schedule(dynamic, 1)
+    for (size_t i = 0; i < plan.items.size(); i++) run_item(t, plan.items[i], tile[0], plan.parts);
+    if (plan.merges.empty()) return;
+#pragma omp for schedule(static)
+    for (size_t i = 0; i < plan.merges.size(); i++) {
+        const Merge& m = plan.merges[i];
+        merge_parts(t, plan.parts, m.request, m.head, m.first, m.count);
+    }
+}
 
 }  // namespace octavo
 
@@ -316,41 +315,12 @@ OCTAVO_EXPORT void octavo_paged_attention(const Cache* cache, const bf16* q, bf1
                                           const int32_t* seq_lens, const int32_t* block_table, int64_t table_stride,
                                           int64_t num_requests, int64_t num_heads, float scale, int64_t window,
                                           float softcap, const float* sinks, int64_t amx_from) {
-    static thread_local Plan plan;
-    const int64_t heads = cache->num_kv_heads;
-    const AttentionTask t{cache,        q,         out,           query_start,   seq_lens, block_table,
-                          table_stride, num_heads, num_heads / heads, scale * LOG2E, softcap,  window > 0 ? window : INT32_MAX,
-                          sinks,        cache->head_dim % 32 == 0 ? amx_from : INT64_MAX};
-    plan.items.clear();
-    plan.merges.clear();
-    plan.num_parts = 0;
-    plan.work = 0;
-    plan.max_rows = 0;
-    for (int32_t s = 0; s < num_requests; s++) {
-        const int32_t rows = query_start[s + 1] - query_start[s];
-        if (rows == 1)
-            plan.add_decode(t, s, int32_t(heads));
-        else if (rows > 1)
-            plan.add_prefill(t, s, int32_t(heads));
-    }
-    const int64_t per_part = t.groups * (cache->head_dim + 2);
-    float* memory = scratch(plan.parts, plan.num_parts * per_part);
-    const int64_t part_rows = plan.num_parts * t.groups;
-    const Parts parts{memory, memory + part_rows * cache->head_dim, memory + part_rows * (cache->head_dim + 1)};
-    const Plan* shared = &plan;  // a thread_local name would mean another object in each thread
+    static thread_local AttentionPlan memory;
+    AttentionPlan& plan = memory;  // the name of a thread_local would mean another object in each thread
+    AttentionTask t{cache,     q,      out,     query_start, seq_lens, block_table, table_stride, num_requests,
+                    num_heads, scale, softcap, window,      sinks,    amx_from};
+    plan_attention(t, plan);
     const bool parallel = plan.items.size() > 1 && plan.work > 1e5;
 #pragma omp parallel if (parallel)
-    {
-        static thread_local std::vector<Tile> tile;
-        if (tile.empty()) tile.resize(1);
-        std::optional<TileRegisters> registers;
-        if (shared->max_rows * t.groups >= t.amx_from) registers.emplace(true);
-#pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < shared->items.size(); i++) run_item(t, shared->items[i], tile[0], parts);
-#pragma omp for schedule(static)
-        for (size_t i = 0; i < shared->merges.size(); i++) {
-            const Merge& m = shared->merges[i];
-            merge_parts(t, parts, m.request, m.head, m.first, m.count);
-        }
-    }
+    run_attention(t, plan);
 }

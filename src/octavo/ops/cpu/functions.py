@@ -18,7 +18,7 @@ TILE_ROWS = 48  # as in attention.cpp: the query heads of a key head must fit in
 
 _LIBRARY: Any = library.load()[0]
 # Query rows (times heads a key head) of a work item from which matrix tiles beat vectors; measured.
-_AMX_FROM = 8 if library.level() >= 2 else 2**31
+AMX_FROM = 2 if library.level() >= 2 else 2**31
 
 
 class _CacheStruct(ctypes.Structure):
@@ -33,7 +33,8 @@ class _CacheStruct(ctypes.Structure):
     )
 
 
-def _descriptor(cache: KVCache) -> _CacheStruct:
+def cache_address(cache: KVCache) -> int:
+    """Address of the cache's description for the kernels, made on first use and kept with the cache."""
     if cache.descriptor is None:
         cache.descriptor = _CacheStruct(
             k=cache.k.data_ptr(),
@@ -42,7 +43,7 @@ def _descriptor(cache: KVCache) -> _CacheStruct:
             block_size=cache.block_size,
             head_dim=cache.head_dim,
         )
-    return cache.descriptor
+    return ctypes.addressof(cache.descriptor)
 
 
 def _address(x: Tensor | None) -> int | None:
@@ -105,7 +106,7 @@ def rotary_and_store(
     rows = qkv.shape[0]
     q = qkv.new_empty((rows, num_heads, head_dim))
     _LIBRARY.octavo_rotary_and_store(
-        ctypes.addressof(_descriptor(cache)),
+        cache_address(cache),
         qkv.data_ptr(),
         positions.data_ptr(),
         cos_sin.data_ptr(),
@@ -127,7 +128,7 @@ def store_kv(k: Tensor, v: Tensor, cache: KVCache, meta: AttentionMetadata) -> b
     if not cache.interleaved or k.stride()[1:] != (head_dim, 1) or v.stride()[1:] != (head_dim, 1):
         return NotImplemented
     _LIBRARY.octavo_store_kv(
-        ctypes.addressof(_descriptor(cache)),
+        cache_address(cache),
         k.data_ptr(),
         k.stride(0),
         v.data_ptr(),
@@ -157,7 +158,7 @@ def paged_attention(
     out = q.new_empty((rows, num_heads * head_dim))
     table = meta.block_table
     _LIBRARY.octavo_paged_attention(
-        ctypes.addressof(_descriptor(cache)),
+        cache_address(cache),
         q.data_ptr(),
         out.data_ptr(),
         meta.query_start.data_ptr(),
@@ -170,6 +171,6 @@ def paged_attention(
         window or 0,
         softcap or 0.0,
         _address(sinks),
-        _AMX_FROM,
+        AMX_FROM,
     )
     return out

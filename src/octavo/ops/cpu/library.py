@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 MAX_HEAD_DIM = 512  # as in common.h
 DISABLE_VARIABLE = "OCTAVO_DISABLE_CPU_KERNELS"
 
@@ -27,6 +27,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "octavo_silu_mul": [c_void_p, c_void_p, c_int64, c_int64],
     "octavo_gelu_tanh_mul": [c_void_p, c_void_p, c_int64, c_int64],
     "octavo_rotary_and_store": [*[c_void_p] * 6, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_float, c_int32],
+    "octavo_decoder_layer": [*[c_void_p] * 5, c_int32],
     "octavo_store_kv": [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64],
     "octavo_paged_attention": [
         *[c_void_p] * 6,

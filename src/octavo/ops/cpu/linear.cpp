@@ -13,39 +13,9 @@
 // two planes of 8 bits. That rounds x by at most 2^-16 of the largest value of its group, far below bfloat16's own
 // 2^-9, and needs neither a table nor a conversion per weight. Many rows expand tiles to bfloat16 instead.
 #include "amx.h"
-#include "common.h"
+#include "linear.h"
 
 namespace octavo {
-
-enum Kind : int32_t { BF16 = 0, INT4 = 1, INT8 = 2, W8A8 = 3 };
-
-struct Weight {  // mirrored by octavo.ops.cpu.weights._WeightStruct
-    int64_t n, k;
-    int64_t group;       // k a scale
-    int64_t tile_bytes;  // bytes of 16 rows
-    const char* data;
-    const float* row_scale;
-    int32_t kind;
-    int32_t has_offset;
-    int32_t zero;  // code that means 0: 8 for 4-bit symmetric weights, 128 for 8 bits, else 0
-    int32_t expand_from;  // 4 and 8 bits: from this many rows on, expand tiles to bf16 first
-    int32_t amx_from;     // from this many rows on, use matrix tiles (INT32_MAX where there are none)
-    int32_t padding;
-};
-
-struct Task {
-    const Weight* w;
-    const bf16* x;  // [M, K]
-    int64_t rows;
-    void* out;  // [M, N] bf16 or float
-    bool out_float;
-    const bf16* bias;
-    const int8_t* codes;   // quantized x: W8A8 [M, K]; groups [M, K / 4, 2, 4], high and low plane
-    const float* x_scale;  // W8A8 [M]; groups [M, groups]
-    const int32_t* x_sum;  // sums of the quantized x, same shape as x_scale
-    // AMX: a copy of the last rows % 16 rows of x (or codes), filled up with zeros to 16 rows
-    const char* last_rows;
-};
 
 static inline void write(const Task& t, int64_t row, int64_t tile, __m512 y) {
     int64_t n = tile * 16;
@@ -93,8 +63,8 @@ template <bool INT, int MT, int NT>
 static void amx_block(const Task& t, int64_t row, int64_t tile, const char* data, int64_t tile_bytes) {
     alignas(64) char sums[MT * NT * 1024];
     const int64_t row_bytes = t.w->k * (INT ? 1 : 2);
-    const bool partial = row + 16 * MT > t.rows;
-    const char* x = partial ? t.last_rows : (INT ? (const char*)t.codes : (const char*)t.x) + row * row_bytes;
+    const bool copied = t.last_rows && row + 16 * MT > t.rows;
+    const char* x = copied ? t.last_rows : (INT ? (const char*)t.codes : (const char*)t.x) + row * row_bytes;
     multiply_tiles<INT, MT, NT>(x, row_bytes, data, tile_bytes, row_bytes / 64, sums);
     for (int i = 0; i < MT; i++) {
         for (int j = 0; j < NT; j++) {
@@ -351,10 +321,11 @@ static void quantize_row(const bf16* x, int64_t k, int8_t* codes, float* scale, 
 
 // ---------------------------------------------------------------- entry
 
-// Tiles first .. last of the product.
-static void linear_tiles(const Task& t, int64_t first, int64_t last) {
+void linear_tiles(const Task& t, int64_t first, int64_t last) {
     const Weight& w = *t.w;
     const bool amx = uses_amx(t);
+    std::optional<TileRegisters> registers;
+    if (amx) registers.emplace(false);
     if (w.kind == INT4) return group_tiles<Int4>(t, first, last);
     if (w.kind == INT8) return group_tiles<Int8>(t, first, last);
     for_vector_blocks(last - first, [&](int64_t tile, auto nb) {
@@ -371,14 +342,26 @@ static void linear_tiles(const Task& t, int64_t first, int64_t last) {
     });
 }
 
-struct LinearScratch {
-    std::vector<float> scales;
-    std::vector<int8_t> codes;
-    std::vector<int32_t> sums;
-    std::vector<char> last_rows;
-};
+void reserve_quantized(Task& t, LinearScratch& memory) {
+    const Weight& w = *t.w;
+    if (!w.quantizes(t.rows)) return;
+    const bool split = w.splits(t.rows);
+    const int64_t groups = split ? w.k / w.group : 1;
+    const int64_t padded_rows = (t.rows + 15) / 16 * 16;  // matrix tiles read 16 rows
+    t.codes = scratch(memory.codes, padded_rows * w.k * (split ? 2 : 1));
+    t.x_scale = scratch(memory.scales, t.rows * groups);
+    t.x_sum = scratch(memory.sums, t.rows * groups);
+}
 
-// The last rows % 16 rows, `row_bytes` each, filled up to 16.
+void quantize_input(const Task& t, int64_t row) {
+    const Weight& w = *t.w;
+    if (w.splits(t.rows))
+        split_row(w, t.x, row, t.codes, t.x_scale, t.x_sum);
+    else
+        quantize_row(t.x + row * w.k, w.k, t.codes + row * w.k, t.x_scale + row, t.x_sum + row);
+}
+
+// The last rows % 16 rows, `row_bytes` each, filled up to 16: the caller's tensor must not be read past its end.
 static const char* copy_last_rows(const char* x, int64_t rows, int64_t row_bytes, std::vector<char>& buffer) {
     const int64_t count = rows % 16;
     if (count == 0) return nullptr;
@@ -396,45 +379,21 @@ OCTAVO_EXPORT void octavo_linear(const Weight* w, const bf16* x, int64_t rows, v
                                  const bf16* bias) {
     static thread_local LinearScratch memory;
     Task t{w, x, rows, out, out_float != 0, bias, nullptr, nullptr, nullptr, nullptr};
-    const int64_t tiles = (w->n + 15) / 16;
-    const bool split = (w->kind == INT4 || w->kind == INT8) && rows < w->expand_from;
-    const bool amx = uses_amx(t);
-    int8_t* codes = nullptr;
-    float* scales = nullptr;
-    int32_t* sums = nullptr;
-    if (split || w->kind == W8A8) {
-        const int64_t groups = split ? w->k / w->group : 1;
-        t.codes = codes = scratch(memory.codes, rows * w->k * (split ? 2 : 1));
-        t.x_scale = scales = scratch(memory.scales, rows * groups);
-        t.x_sum = sums = scratch(memory.sums, rows * groups);
-    }
-    auto quantize = [=](int64_t m) {
-        if (split)
-            split_row(*w, x, m, codes, scales, sums);
-        else
-            quantize_row(x + m * w->k, w->k, codes + m * w->k, scales + m, sums + m);
-    };
+    reserve_quantized(t, memory);
     const bool early = rows < 8;  // a barrier costs more than what the threads would share
-    if (codes && early)
-        for (int64_t m = 0; m < rows; m++) quantize(m);
-    if (amx && w->kind != W8A8) t.last_rows = copy_last_rows((const char*)x, rows, w->k * 2, memory.last_rows);
+    if (t.codes && early)
+        for (int64_t m = 0; m < rows; m++) quantize_input(t, m);
+    if (rows >= w->amx_from && w->kind != W8A8)
+        t.last_rows = copy_last_rows((const char*)x, rows, w->k * 2, memory.last_rows);
 #pragma omp parallel
     {
-        if (codes && !early) {
+        if (t.codes && !early) {
 #pragma omp for schedule(static)
-            for (int64_t m = 0; m < rows; m++) quantize(m);
+            for (int64_t m = 0; m < rows; m++) quantize_input(t, m);
         }
-        Task mine = t;
-        static thread_local std::vector<char> last_codes;
-        if (amx && w->kind == W8A8) mine.last_rows = copy_last_rows((const char*)codes, rows, w->k, last_codes);
         int64_t first, last;
-        thread_share(tiles, omp_get_thread_num(), omp_get_num_threads(), first, last);
-        if (amx) {
-            const TileRegisters registers(false);
-            linear_tiles(mine, first, last);
-        } else {
-            linear_tiles(mine, first, last);
-        }
+        thread_share(w->tiles(), omp_get_thread_num(), omp_get_num_threads(), first, last);
+        linear_tiles(t, first, last);
     }
 }
 

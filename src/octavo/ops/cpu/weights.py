@@ -77,7 +77,7 @@ class CpuWeight(PackedWeight):
             expand_from=min(EXPAND_FROM, amx_from) if kind in (INT4, INT8) else 0,
             amx_from=amx_from,
         )
-        self._address = ctypes.addressof(self._struct)
+        self.address = ctypes.addressof(self._struct)
         cpu_library = library.load()[0]
         assert cpu_library is not None
         self._linear: Any = cpu_library.octavo_linear
@@ -93,7 +93,7 @@ class CpuWeight(PackedWeight):
         rows = x.shape[0]
         out = torch.empty((rows, self.shape[0]), dtype=out_dtype)
         self._linear(
-            self._address,
+            self.address,
             x.data_ptr(),
             rows,
             out.data_ptr(),
@@ -106,7 +106,7 @@ class CpuWeight(PackedWeight):
         ids = ids.contiguous()
         kernel_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
         out = torch.empty((*ids.shape, self.shape[1]), dtype=kernel_dtype)
-        self._rows(self._address, ids.data_ptr(), ids.numel(), out.data_ptr(), kernel_dtype is torch.float32)
+        self._rows(self.address, ids.data_ptr(), ids.numel(), out.data_ptr(), kernel_dtype is torch.float32)
         return out.to(dtype)
 
 

@@ -1,0 +1,55 @@
+// A packed weight and the product with it, for one thread of a parallel region.
+#pragma once
+
+#include "common.h"
+
+namespace octavo {
+
+enum Kind : int32_t { BF16 = 0, INT4 = 1, INT8 = 2, W8A8 = 3 };
+
+struct Weight {  // mirrored by octavo.ops.cpu.weights._WeightStruct
+    int64_t n, k;
+    int64_t group;       // k a scale
+    int64_t tile_bytes;  // bytes of 16 rows
+    const char* data;
+    const float* row_scale;
+    int32_t kind;
+    int32_t has_offset;
+    int32_t zero;         // code that means 0: 8 for 4-bit symmetric weights, 128 for 8 bits, else 0
+    int32_t expand_from;  // 4 and 8 bits: from this many rows on, expand tiles to bf16 first
+    int32_t amx_from;     // from this many rows on, use matrix tiles (INT32_MAX where there are none)
+    int32_t padding;
+
+    int64_t tiles() const { return (n + 15) / 16; }
+    bool splits(int64_t rows) const { return (kind == INT4 || kind == INT8) && rows < expand_from; }
+    bool quantizes(int64_t rows) const { return kind == W8A8 || splits(rows); }
+};
+
+struct Task {
+    const Weight* w;
+    const bf16* x;  // [M, K]
+    int64_t rows;
+    void* out;  // [M, N] bf16 or float
+    bool out_float;
+    const bf16* bias;
+    int8_t* codes;   // quantized x: W8A8 [M, K]; split groups [M, K / 4, 2, 4], high and low plane
+    float* x_scale;  // W8A8 [M]; groups [M, groups]
+    int32_t* x_sum;  // sums of the quantized x, same shape as x_scale
+    const char* last_rows;  // AMX: a copy of the last rows % 16 rows of x filled up to 16, or null if x may be read past
+};
+
+struct LinearScratch {
+    std::vector<float> scales;
+    std::vector<int8_t> codes;
+    std::vector<int32_t> sums;
+    std::vector<char> last_rows;
+};
+
+// Points the task to memory for the quantized x, if it needs some. Not for several threads at once.
+void reserve_quantized(Task& t, LinearScratch& memory);
+// Quantizes one row of x.
+void quantize_input(const Task& t, int64_t row);
+// The outputs of tiles first .. last.
+void linear_tiles(const Task& t, int64_t first, int64_t last);
+
+}  // namespace octavo
