@@ -16,7 +16,8 @@ from octavo.ops.cpu import library
 from octavo.ops.packed_weight import TorchQuantized
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 13, 20, 31, 40)
-CPU = torch.device("cpu")
+# Torch's own bfloat16 products round the sums, too.
+TOLERANCE = 4e-3 if library.unavailable() is None else 1e-2
 needs_kernels = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
 
 
@@ -56,8 +57,8 @@ def test_dense(n: int, k: int) -> None:
 def test_groups(n: int, k: int, group: int | None, kind: str) -> None:
     generator = torch.Generator().manual_seed(n * k)
     weight = quantized(n, k, kind, group, generator)
-    # From some number of rows on the weights are rounded to bfloat16 (2^-9) before the product; torch rounds sums too.
-    check(weight, weight.dequantize(torch.float32), 4e-3 if library.unavailable() is None else 8e-3, generator)
+    # From some number of rows on the weights are rounded to bfloat16 (2^-9) before the product.
+    check(weight, weight.dequantize(torch.float32), TOLERANCE, generator)
 
 
 @needs_kernels
@@ -103,7 +104,7 @@ def test_a_row_of_tiny_and_of_zero_scales_keeps_its_values() -> None:
     expected = x.float() @ weight.dequantize(torch.float32).T
     for row in range(8):
         error = (y[:, row] - expected[:, row]).abs().max()
-        assert error <= 4e-3 * expected[:, row].abs().max(), row
+        assert error <= TOLERANCE * expected[:, row].abs().max(), row
 
 
 @pytest.mark.parametrize(("n", "k"), [(100, 96), (576, 1536)])
