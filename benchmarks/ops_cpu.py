@@ -4,8 +4,8 @@
                                  [--vocab 49152] [--layers 30] [--threads N] [--json FILE]
 
 The shapes are those of SmolLM2-135M by default. Weights of all layers are packed separately and visited in turn, so
-that none is read from a cache that a real decoding step would have emptied. Limits are measured in the same run:
-reading a large buffer (GB/s) and a large bfloat16 product of torch (GFLOP/s). Each result is compared with the reference.
+that none is read from a cache that a real decoding step would have emptied. Limits are measured in this run: reading
+a large buffer (GB/s) and a large bfloat16 product of torch (GFLOP/s). Each result is compared with the reference.
 """
 
 from __future__ import annotations
