@@ -140,6 +140,7 @@ def work(engine: str, model: str, names: list[str]) -> None:
         import vllm
 
         kwargs = {"dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 4096, "seed": 0}
+        kwargs["gpu_memory_utilization"] = 0.6  # its default refuses to start where 8 % of the memory is in use
         results = run_llm(vllm, model, names, kwargs)
     else:
         import octavo

@@ -19,6 +19,7 @@ from octavo.layers.rotary import RopeConfig, cos_sin_table
 from octavo.layers.step import StepInputs
 from octavo.layers.weights import WeightSource
 from octavo.models.base import CausalLM
+from octavo.models.fusion import fuse_layers
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,12 @@ class DecoderLayer(Block):
         x = self.post_norm(x, residual)
         return self._scaled(self.mlp(x)), residual
 
+    @property
+    def is_merged(self) -> bool:
+        """Whether each of its products has one packed weight (projections in different formats stay apart)."""
+        linears = (self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down)
+        return all(len(linear.packed) == 1 for linear in linears)
+
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.residual_multiplier == 1.0 else x * self.residual_multiplier
 
@@ -180,6 +187,7 @@ class DecoderLM(CausalLM):
         self.layers = [DecoderLayer(index, config, source) for index in range(config.num_layers)]
         self.norm = load_norm(source, "model.norm", config.hidden_size, config.eps)
         self.cos_sin = cos_sin_table(config.rope, self.max_position, source.device)
+        self._fused = fuse_layers(self.layers, config)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -192,6 +200,12 @@ class DecoderLM(CausalLM):
         x = self.embedding(input_ids)
         if self.config.embedding_multiplier != 1.0:
             x = x * self.config.embedding_multiplier
+        if self._fused is not None:
+            attentions = self.attention_layers()
+            metadata = [step.metadata[attention.group] for attention in attentions]
+            done = self._fused(x, positions, self.cos_sin, [attention.cache for attention in attentions], metadata)
+            if done is not None:
+                return self.norm(*done)
         residual: Tensor | None = None
         for layer in self.layers:
             x, residual = layer(x, residual, positions, self.cos_sin, step)
