@@ -10,8 +10,8 @@ import sys
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = ["level", "linear", "attention", "elementwise", "layer"]
-HEADERS = ["common", "amx", "linear", "attention", "rows"]
+SOURCES = ["level", "linear", "attention", "elementwise", "layer", "team"]
+HEADERS = ["common", "amx", "linear", "attention", "rows", "team"]
 FOLDER = "src/octavo/ops/cpu"
 
 

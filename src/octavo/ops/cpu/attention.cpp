@@ -292,19 +292,19 @@ void plan_attention(AttentionTask& t, AttentionPlan& plan) {
     plan.parts = {memory, memory + part_rows * d, memory + part_rows * (d + 1)};
 }
 
-void run_attention(const AttentionTask& t, const AttentionPlan& plan) {
+void run_attention(const AttentionTask& t, const AttentionPlan& plan, Team& team) {
     static thread_local std::vector<Tile> tile;
     if (tile.empty()) tile.resize(1);
     std::optional<TileRegisters> registers;
     if (plan.max_rows * t.groups >= t.amx_from) registers.emplace(true);
-#pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < plan.items.size(); i++) run_item(t, plan.items[i], tile[0], plan.parts);
+    team.each(plan.items.size(), [&](int64_t i) { run_item(t, plan.items[i], tile[0], plan.parts); });
+    team.barrier();
     if (plan.merges.empty()) return;
-#pragma omp for schedule(static)
-    for (size_t i = 0; i < plan.merges.size(); i++) {
+    team.each(plan.merges.size(), [&](int64_t i) {
         const Merge& m = plan.merges[i];
         merge_parts(t, plan.parts, m.request, m.head, m.first, m.count);
-    }
+    });
+    team.barrier();
 }
 
 }  // namespace octavo
@@ -320,7 +320,5 @@ OCTAVO_EXPORT void octavo_paged_attention(const Cache* cache, const bf16* q, bf1
     AttentionTask t{cache,     q,      out,     query_start, seq_lens, block_table, table_stride, num_requests,
                     num_heads, scale, softcap, window,      sinks,    amx_from};
     plan_attention(t, plan);
-    const bool parallel = plan.items.size() > 1 && plan.work > 1e5;
-#pragma omp parallel if (parallel)
-    run_attention(t, plan);
+    parallel(plan.items.size() > 1 && plan.work > 1e5, [&](Team& team) { run_attention(t, plan, team); });
 }

@@ -1,7 +1,7 @@
-// Attention over pages, for the threads of a parallel region.
+// Attention over pages, for the threads of a team.
 #pragma once
 
-#include "common.h"
+#include "team.h"
 
 namespace octavo {
 
@@ -46,7 +46,7 @@ struct AttentionPlan {
 
 // Completes the task and cuts it into items. By one thread.
 void plan_attention(AttentionTask& t, AttentionPlan& plan);
-// By all threads of a parallel region (or one outside); ends with a barrier.
-void run_attention(const AttentionTask& t, const AttentionPlan& plan);
+// By all threads of a team; ends with a barrier.
+void run_attention(const AttentionTask& t, const AttentionPlan& plan, Team& team);
 
 }  // namespace octavo

@@ -127,10 +127,4 @@ inline void with_rows(int64_t rows, F body) {
     }
 }
 
-// Contiguous share of `count` items for one of `threads`.
-inline void thread_share(int64_t count, int thread, int threads, int64_t& first, int64_t& last) {
-    first = count * thread / threads;
-    last = count * (thread + 1) / threads;
-}
-
 }  // namespace octavo

@@ -1,5 +1,6 @@
 // The entries for norms, gated activations and rotary embedding with the KV write.
 #include "rows.h"
+#include "team.h"
 
 namespace octavo {
 
@@ -7,12 +8,11 @@ constexpr int64_t PARALLEL_FROM = 32768;  // elements; below it a parallel regio
 
 template <class F>
 static void for_rows(int64_t rows, int64_t width, F body) {
-    if (rows * width < PARALLEL_FROM) {
-        for (int64_t i = 0; i < rows; i++) body(i);
-        return;
-    }
-#pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < rows; i++) body(i);
+    parallel(rows * width >= PARALLEL_FROM, [&](Team& team) {
+        team.share(rows, 4, [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; i++) body(i);
+        });
+    });
 }
 
 }  // namespace octavo

@@ -1,4 +1,4 @@
-// A whole decoder layer in one call and one parallel region: norm, q k v product, rotation and KV write, attention, output
+// A whole decoder layer in one call and one parallel call: norm, q k v product, rotation and KV write, attention, output
 // product, norm, gate and up product, gated activation, down product.
 //
 // The same functions as the single operations, so the same results. What it saves is nine calls and nine thread
@@ -39,30 +39,32 @@ struct LayerMemory {
     AttentionPlan plan;
 };
 
-// A product whose input all threads have; each computes its share of the outputs. Barriers are the caller's.
-static void project(const Projection& p, const bf16* x, int64_t rows, bf16* out, LinearScratch& memory, bool own) {
+// A product whose input all threads have; each computes some of the outputs. Ends with a barrier.
+static void project(const Projection& p, const bf16* x, int64_t rows, bf16* out, LinearScratch& memory, bool own,
+                    Team& team) {
     Task t{p.weight, x, rows, out, false, p.bias, nullptr, nullptr, nullptr, nullptr};
-    reserve_quantized(t, memory);  // shared memory was reserved before the region, so that this only finds it
+    reserve_quantized(t, memory);  // shared memory was reserved before, so that this only finds it
     if (t.codes && own) {
         for (int64_t m = 0; m < rows; m++) quantize_input(t, m);
     } else if (t.codes) {
-#pragma omp for schedule(static)
-        for (int64_t m = 0; m < rows; m++) quantize_input(t, m);
+        team.each(rows, [&](int64_t m) { quantize_input(t, m); });
+        team.barrier();
     }
-    int64_t first, last;
-    thread_share(p.weight->tiles(), omp_get_thread_num(), omp_get_num_threads(), first, last);
-    linear_tiles(t, first, last);
+    team.share(p.weight->tiles(), MAX_VECTORS, [&](int64_t first, int64_t last) { linear_tiles(t, first, last); });
+    team.barrier();
 }
 
 // body(row) for all rows: by every thread where memory is its own, else shared out, with a barrier.
 template <class F>
-static void for_rows(int64_t rows, bool own, F body) {
+static void for_rows(int64_t rows, bool own, Team& team, F body) {
     if (own) {
         for (int64_t i = 0; i < rows; i++) body(i);
         return;
     }
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < rows; i++) body(i);
+    team.share(rows, 4, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; i++) body(i);
+    });
+    team.barrier();
 }
 
 static void reserve_own(const Layer& l, int64_t rows, LayerMemory& m) {
@@ -87,7 +89,7 @@ static void reserve_shared(const Layer& l, int64_t rows, LayerMemory& m) {
 }
 
 static void run_layer(const Layer& l, const Step& s, const Cache& c, const AttentionTask& attention, bf16* x,
-                      bf16* residual, bool first, LayerMemory& shared) {
+                      bf16* residual, bool first, LayerMemory& shared, Team& team) {
     static thread_local LayerMemory own_memory;
     const int64_t rows = s.rows, hidden = l.hidden;
     const bool own = rows <= PRIVATE_ROWS;
@@ -97,40 +99,39 @@ static void run_layer(const Layer& l, const Step& s, const Cache& c, const Atten
     bf16* sum = own ? m.residual.data() : residual;
     bf16* normed = m.normed.data();
 
-    for_rows(rows, own, [&](int64_t i) {
+    for_rows(rows, own, team, [&](int64_t i) {
         bf16* row = sum + i * hidden;
         if (first || own) std::memcpy(row, (first ? x : residual) + i * hidden, hidden * sizeof(bf16));
         if (!first) add_row(row, x + i * hidden, hidden);
         norm_row(row, l.input_norm, hidden, l.eps, normed + i * hidden);
     });
     bf16* qkv = shared.qkv.data();
-    project(l.qkv, normed, rows, qkv, m.quantized[0], own);
-#pragma omp barrier
+    project(l.qkv, normed, rows, qkv, m.quantized[0], own, team);
     const int64_t q_width = l.output.weight->k, width = l.qkv.weight->n;
     const Rotary rotary{s.cos_sin, s.half, false, l.q_norm, l.k_norm, l.head_eps};
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < rows; i++)
-        rotate_and_store_row(rotary, c, qkv + i * width, l.num_heads, s.positions[i], s.slots[i],
-                             shared.q.data() + i * q_width);
-    run_attention(attention, shared.plan);
-    project(l.output, shared.attended.data(), rows, shared.projected.data(), m.quantized[1], own);
-#pragma omp barrier
-    for_rows(rows, own, [&](int64_t i) {
+    team.share(rows, 4, [&](int64_t from, int64_t to) {
+        for (int64_t i = from; i < to; i++) {
+            bf16* q = shared.q.data() + i * q_width;
+            rotate_and_store_row(rotary, c, qkv + i * width, l.num_heads, s.positions[i], s.slots[i], q);
+        }
+    });
+    team.barrier();
+    run_attention(attention, shared.plan, team);
+    project(l.output, shared.attended.data(), rows, shared.projected.data(), m.quantized[1], own, team);
+    for_rows(rows, own, team, [&](int64_t i) {
         add_row(sum + i * hidden, shared.projected.data() + i * hidden, hidden);
         norm_row(sum + i * hidden, l.post_norm, hidden, l.eps, normed + i * hidden);
     });
-    project(l.gate_up, normed, rows, shared.gate_up.data(), m.quantized[2], own);
-#pragma omp barrier
-    for_rows(rows, own, [&](int64_t i) {
+    project(l.gate_up, normed, rows, shared.gate_up.data(), m.quantized[2], own, team);
+    for_rows(rows, own, team, [&](int64_t i) {
         const bf16* row = shared.gate_up.data() + 2 * i * l.inner;
         if (l.gelu)
             gate_row<true>(row, l.inner, m.gated.data() + i * l.inner);
         else
             gate_row<false>(row, l.inner, m.gated.data() + i * l.inner);
     });
-    project(l.down, m.gated.data(), rows, x, m.quantized[3], own);
-#pragma omp single nowait
-    if (own) std::memcpy(residual, sum, rows * hidden * sizeof(bf16));
+    project(l.down, m.gated.data(), rows, x, m.quantized[3], own, team);
+    if (own && team.is_first()) std::memcpy(residual, sum, rows * hidden * sizeof(bf16));
 }
 
 }  // namespace octavo
@@ -151,6 +152,5 @@ OCTAVO_EXPORT void octavo_decoder_layer(const Layer* layer, const Step* step, co
                             s.block_table,  s.table_stride,  s.num_requests,         l.num_heads,   l.scale,
                             l.softcap,      l.window,        nullptr,                l.amx_from};
     plan_attention(attention, shared.plan);
-#pragma omp parallel
-    run_layer(l, s, *cache, attention, x, residual, first != 0, shared);
+    parallel(true, [&](Team& team) { run_layer(l, s, *cache, attention, x, residual, first != 0, shared, team); });
 }

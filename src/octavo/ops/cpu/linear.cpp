@@ -385,16 +385,13 @@ OCTAVO_EXPORT void octavo_linear(const Weight* w, const bf16* x, int64_t rows, v
         for (int64_t m = 0; m < rows; m++) quantize_input(t, m);
     if (rows >= w->amx_from && w->kind != W8A8)
         t.last_rows = copy_last_rows((const char*)x, rows, w->k * 2, memory.last_rows);
-#pragma omp parallel
-    {
+    parallel(w->n * w->k > 8192, [&](Team& team) {
         if (t.codes && !early) {
-#pragma omp for schedule(static)
-            for (int64_t m = 0; m < rows; m++) quantize_input(t, m);
+            team.each(rows, [&](int64_t m) { quantize_input(t, m); });
+            team.barrier();
         }
-        int64_t first, last;
-        thread_share(w->tiles(), omp_get_thread_num(), omp_get_num_threads(), first, last);
-        linear_tiles(t, first, last);
-    }
+        team.share(w->tiles(), MAX_VECTORS, [&](int64_t first, int64_t last) { linear_tiles(t, first, last); });
+    });
 }
 
 // out[i, :] = row ids[i] of the weight, dequantized; rows outside 0 .. n are zero.
@@ -402,8 +399,7 @@ OCTAVO_EXPORT void octavo_rows(const Weight* w, const int64_t* ids, int64_t coun
     const int64_t k = w->k;
     const int64_t header = w->has_offset ? 64 : 32;
     const int64_t block = header + w->group * (w->kind == INT4 ? 8 : 16);
-#pragma omp parallel for schedule(static) if (count >= 64)
-    for (int64_t i = 0; i < count; i++) {
+    auto row = [&](int64_t i) {
         const int64_t lane = ids[i] & 15;
         const char* tile = w->data + (ids[i] >> 4) * w->tile_bytes;
         const bool valid = ids[i] >= 0 && ids[i] < w->n;
@@ -435,5 +431,6 @@ OCTAVO_EXPORT void octavo_rows(const Weight* w, const int64_t* ids, int64_t coun
             else
                 ((bf16*)out)[i * k + j] = to_bf16(value);
         }
-    }
+    };
+    parallel(count >= 64, [&](Team& team) { team.each(count, row); });
 }

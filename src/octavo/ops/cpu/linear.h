@@ -1,7 +1,7 @@
 // A packed weight and the product with it, for one thread of a parallel region.
 #pragma once
 
-#include "common.h"
+#include "team.h"
 
 namespace octavo {
 
