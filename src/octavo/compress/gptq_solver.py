@@ -6,6 +6,7 @@ Transformers" (2022). Rows are independent, so several layers that read the same
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +15,11 @@ from torch import Tensor
 from octavo.checkpoint.scheme import WeightScheme
 from octavo.compress.observers import choose_scales
 from octavo.compress.rounding import code_range, dequantize, quantize
+from octavo.compress.threads import one_thread_an_operation
 
 _DAMPING_STEPS = (1.0, 10.0, 100.0)
 _TRIANGLE = 192  # size of a triangular matrix that is inverted at once
+_SMALL = 1024  # size up to which a Hessian is factored by one thread, in less time than a team needs to meet
 _LEAF = 16  # columns whose updates are made at once, one by one; larger spans go through matrix products
 
 
@@ -61,7 +64,8 @@ def solve(
     dead = diagonal == 0
     target = weight.masked_fill(dead, 0.0)
     order = torch.argsort(diagonal, descending=True) if settings.act_order else torch.arange(len(diagonal))
-    factor, damping = inverse_factor(hessian[order][:, order], settings.dampening_frac)
+    with one_thread_an_operation() if len(order) <= _SMALL else nullcontext():
+        factor, damping = inverse_factor(hessian[order][:, order], settings.dampening_frac)
     scale = choose_scales(target, diagonal, scheme, settings.observer, scale_dtype)
     norm = _quadratic(target, hessian)
     if factor is None or damping is None:
@@ -130,7 +134,8 @@ class _Columns:
         columns, rows = self.work.shape
         for start in range(0, columns, block_size):
             stop = min(start + block_size, columns)
-            self._round_span(start, stop)
+            with one_thread_an_operation():
+                self._round_span(start, stop)
             if stop < columns:
                 self.work[stop:].addmm_(self.factor[start:stop, stop:].t(), self.errors[start:stop], alpha=-1)
         codes = torch.empty(columns, rows, dtype=torch.int8)

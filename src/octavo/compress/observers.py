@@ -15,6 +15,7 @@ from torch import Tensor
 
 from octavo.checkpoint.scheme import WeightScheme
 from octavo.compress.rounding import code_range, usable_scale
+from octavo.compress.threads import map_in_threads
 from octavo.errors import UserError
 
 Observer = Callable[[Tensor, Tensor | None, int], Tensor]
@@ -120,8 +121,9 @@ def choose_scales(
     grouped = weight.reshape(len(weight), groups, -1)
     weights = None if importance is None else (importance / importance.mean().clamp_min(1e-30)).reshape(groups, -1)
     choose = observer(name)
-    columns = [
-        choose(grouped[:, group].contiguous(), None if weights is None else weights[group], scheme.num_bits)
-        for group in range(groups)
-    ]
-    return usable_scale(torch.stack(columns, dim=1), dtype)
+
+    def scales_of(group: int) -> Tensor:
+        values = grouped[:, group].contiguous()
+        return choose(values, None if weights is None else weights[group], scheme.num_bits)
+
+    return usable_scale(torch.stack(map_in_threads(scales_of, groups), dim=1), dtype)
