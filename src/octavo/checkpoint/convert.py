@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from octavo.checkpoint.base import Checkpoint
 from octavo.checkpoint.reader import open_checkpoint
 from octavo.checkpoint.shards import SHARD_BYTES, ShardWriter, write_json
 from octavo.errors import CheckpointError, UserError
+from octavo.progress import Progress
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
@@ -60,25 +59,23 @@ def _config(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
     return config | {"torch_dtype": dtype}
 
 
-def _with_progress(names: list[str]) -> Iterable[str]:
-    """The names one by one, with a bar on a terminal."""
-    if not sys.stderr.isatty():
-        return names
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(names, description="converting", console=Console(stderr=True), transient=True)
-
-
 def _write_weights(checkpoint: Checkpoint, directory: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
     writer = ShardWriter(directory, max_shard_bytes)
-    for name in _with_progress(checkpoint.names()):
-        tensor = checkpoint.tensor(name)
-        if tensor.is_floating_point():
-            tensor = tensor.to(dtype)
-            if not bool(torch.isfinite(tensor).all()):
-                raise CheckpointError(
-                    f"{checkpoint.path}: tensor {name!r} is not finite in {dtype}; use --dtype float32 or another file"
-                )
-        writer.add(name, tensor)
+    names = checkpoint.names()
+    with Progress(len(names), "converting") as progress:
+        for name in names:
+            writer.add(name, _converted(checkpoint, name, dtype))
+            progress.advance()
     writer.close()
+
+
+def _converted(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
+    tensor = checkpoint.tensor(name)
+    if not tensor.is_floating_point():
+        return tensor
+    tensor = tensor.to(dtype)
+    if not bool(torch.isfinite(tensor).all()):
+        raise CheckpointError(
+            f"{checkpoint.path}: tensor {name!r} is not finite in {dtype}; use --dtype float32 or another file"
+        )
+    return tensor

@@ -13,9 +13,9 @@ from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.messages import EngineRequest
 from octavo.engine.outputs import RequestOutput
-from octavo.engine.progress import Progress
 from octavo.engine.tokenizer import load_tokenizer, render_chat
 from octavo.errors import EngineDeadError, UserError
+from octavo.progress import Progress
 
 Prompt = str | list[int] | dict[str, Any]
 

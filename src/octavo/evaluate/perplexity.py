@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.errors import UserError
 from octavo.evaluate.config import PerplexityConfig
 from octavo.evaluate.texts import load_text
+from octavo.progress import Progress
 
 if TYPE_CHECKING:
     from octavo.engine.llm import LLM
@@ -128,13 +128,13 @@ def run(config: PerplexityConfig, *, quiet: bool = False) -> PerplexityResult:
             max_model_len=config.window,
             enable_prefix_caching=False,  # a prefix hit would skip the very predictions that count
         ) as llm,
-        _Progress(quiet) as on_progress,
+        Progress(None, "windows", enabled=not quiet) as progress,
     ):
         # verbose=False: the whole text is meant to be longer than the context
         token_ids = llm.get_tokenizer().encode(text, verbose=False)
         result = measure(
             llm, token_ids, protocol=config.protocol, window=config.window, stride=config.stride,
-            max_windows=config.max_windows, batch_size=config.batch_size, seed=config.seed, on_progress=on_progress,
+            max_windows=config.max_windows, batch_size=config.batch_size, seed=config.seed, on_progress=progress.update,
         )  # fmt: skip
     if not quiet:
         print(describe(result, description))
@@ -221,30 +221,3 @@ def _exp(value: float) -> float:
         return math.exp(value)
     except OverflowError:
         return math.inf
-
-
-class _Progress:
-    """A bar on stderr, on a terminal only."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._bar: Any = None
-        self._task: Any = None
-        self._is_shown = not quiet and sys.stderr.isatty()
-
-    def __enter__(self) -> Callable[[int, int], None]:
-        if self._is_shown:
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._bar = Progress(console=Console(stderr=True))
-            self._bar.start()
-            self._task = self._bar.add_task("windows", total=None)
-        return self._update
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def _update(self, done: int, total: int) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total)

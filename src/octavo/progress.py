@@ -7,9 +7,12 @@ from types import TracebackType
 
 
 class Progress:
-    """Counts `total` things done; shows a bar on a terminal while used as a context manager."""
+    """Counts things done; shows a bar on stderr, where that is a terminal, while used as a context manager.
 
-    def __init__(self, total: int, label: str, *, enabled: bool = True) -> None:
+    `total` is None while nobody knows it; `update` may bring it later.
+    """
+
+    def __init__(self, total: int | None, label: str, *, enabled: bool = True) -> None:
         self._bar = None
         if enabled and sys.stderr.isatty():
             from rich.console import Console
@@ -22,6 +25,11 @@ class Progress:
         """One more is done."""
         if self._bar is not None:
             self._bar.advance(self._task)
+
+    def update(self, done: int, total: int) -> None:
+        """`done` of `total` are done."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total)
 
     def __enter__(self) -> Progress:
         if self._bar is not None:
