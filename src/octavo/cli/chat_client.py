@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import TextIO
 
 import httpx
 
+from octavo.decide.chat_events import text_of
 from octavo.errors import OctavoError, UserError
 
 
@@ -35,7 +34,10 @@ class ChatClient:
                 if answer.status_code != 200:
                     answer.read()
                     raise OctavoError(f"the server answered {answer.status_code}: {_message(answer)}")
-                for piece in _pieces(answer.iter_lines()):
+                for line in answer.iter_lines():
+                    piece = text_of(line)
+                    if piece is None:
+                        break
                     parts.append(piece)
                     out.write(piece)
                     out.flush()
@@ -57,21 +59,6 @@ class ChatClient:
         if not listed:
             raise OctavoError(f"the server at {self._url} lists no model")
         return str(listed[0]["id"])
-
-
-def _pieces(lines: Iterator[str]) -> Iterator[str]:
-    """The text of each server-sent event, up to [DONE]; an error event raises OctavoError."""
-    for line in lines:
-        if not line.startswith("data:"):
-            continue
-        data = line[5:].strip()
-        if data == "[DONE]":
-            return
-        event: dict[str, Any] = json.loads(data)
-        if "error" in event:
-            raise OctavoError(f"the server broke off: {event['error'].get('message', event['error'])}")
-        for choice in event.get("choices", []):
-            yield choice.get("delta", {}).get("content") or ""
 
 
 def _message(answer: httpx.Response) -> str:

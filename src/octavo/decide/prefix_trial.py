@@ -7,7 +7,6 @@ counters show it, and so do the times to the first token.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 
 from octavo.builtin_text import builtin_text
+from octavo.decide.chat_events import text_of
 from octavo.decide.prometheus import MetricsSampler, Sample, read_metrics
 from octavo.errors import OctavoError
 
@@ -124,12 +124,9 @@ async def _ask(client: httpx.AsyncClient, model: str, system: str, question: str
         if answer.status_code != 200:
             raise OctavoError(f"the server answered {answer.status_code}: {(await answer.aread()).decode()[:300]}")
         async for line in answer.aiter_lines():
-            if not line.startswith("data:") or line == "data: [DONE]":
-                continue
-            event = json.loads(line[5:])
-            if "error" in event:
-                raise OctavoError(f"the server broke off: {event['error']}")
-            piece = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+            piece = text_of(line)
+            if piece is None:
+                break
             if piece:
                 first = first or time.monotonic()
                 parts.append(piece)
