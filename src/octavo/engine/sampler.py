@@ -93,7 +93,7 @@ def top_logprobs(logprobs: Tensor, tokens: list[int], counts: list[int]) -> list
     """The given tokens' entries and the `counts[r]` most probable ones (-1: all), from log-probabilities [R, V]."""
     if not tokens:
         return []
-    index = torch.tensor(tokens).unsqueeze(1)
+    index = torch.tensor(tokens, device=logprobs.device).unsqueeze(1)
     chosen = logprobs.gather(1, index)
     ranks = ((logprobs > chosen).sum(dim=1) + 1).tolist()
     vocab = logprobs.shape[1]
@@ -130,9 +130,9 @@ def apply_processors(logits: Tensor, row: SamplingRow) -> None:
 def apply_penalties(logits: Tensor, row: SamplingRow) -> None:
     """Repetition (over prompt and output), frequency and presence (over output) penalties on one row, in place."""
     params = row.params
-    output = torch.tensor(row.output_token_ids, dtype=torch.long)
+    output = torch.tensor(row.output_token_ids, dtype=torch.long, device=logits.device)
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(row.tokens, dtype=torch.long).unique()
+        seen = torch.tensor(row.tokens, dtype=torch.long, device=logits.device).unique()
         values = logits[seen]
         logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     if (params.frequency_penalty or params.presence_penalty) and len(output):
@@ -142,8 +142,9 @@ def apply_penalties(logits: Tensor, row: SamplingRow) -> None:
 
 def draw(logits: Tensor, rows: list[SamplingRow]) -> list[int]:
     """One token for each row by temperature, min-p, top-k and top-p (logits [R, V] are not changed)."""
-    scaled = logits / torch.tensor([[row.params.temperature] for row in rows])
+    scaled = logits / logits.new_tensor([[row.params.temperature] for row in rows])
     uniform = torch.tensor([uniform_of(row.seed, row.num_output_tokens) for row in rows], dtype=torch.float64)
+    uniform = uniform.to(logits.device)
     free = [r for r, row in enumerate(rows) if not _is_filtered(row.params)]
     tokens = [0] * len(rows)
     if free:
@@ -174,14 +175,14 @@ def filter_candidates(scaled: Tensor, params: list[SamplingParams], size: int) -
     """
     vocab = scaled.shape[1]
     values, indices = scaled.topk(size, dim=1)
-    top_k = torch.tensor([[p.top_k if p.top_k > 0 else vocab] for p in params])
-    top_p = torch.tensor([[p.top_p] for p in params])
-    min_p = torch.tensor([[p.min_p] for p in params])
+    top_k = torch.tensor([[p.top_k if p.top_k > 0 else vocab] for p in params], device=scaled.device)
+    top_p = scaled.new_tensor([[p.top_p] for p in params])
+    min_p = scaled.new_tensor([[p.min_p] for p in params])
     total = scaled.logsumexp(dim=1, keepdim=True)
-    place = torch.arange(size).unsqueeze(0)
+    place = torch.arange(size, device=scaled.device).unsqueeze(0)
     is_kept = (values >= values[:, :1] + min_p.log()) & (place < top_k)
     # The mass that top-p refers to is that of the tokens which min-p and top-k left over.
-    is_complete = ~is_kept[:, -1:] | torch.tensor(size == vocab)
+    is_complete = ~is_kept[:, -1:] | (size == vocab)
     mass = torch.where(is_kept, (values - total).exp(), 0.0)
     remaining = torch.where(is_complete, mass.sum(dim=1, keepdim=True), 1.0)
     before = mass.cumsum(dim=1) - mass
