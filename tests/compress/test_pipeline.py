@@ -243,6 +243,14 @@ def test_text_without_a_tokenizer_is_refused() -> None:
         oneshot(tiny_model("llama"), dataset=["some text"], recipe=GPTQModifier(scheme="W8A16", ignore=["lm_head"]))
 
 
+@pytest.mark.parametrize("name", ["no/such", "."])
+def test_a_tokenizer_that_is_not_there_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no model 'no/such'" if name == "no/such" else "holds no tokenizer"):
+        oneshot(tiny_model("llama"), tokenizer=name, recipe=GPTQModifier(scheme="W8A16", ignore=["lm_head"]))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpoints_of_every_family_are_filled_block_by_block(family: str, tmp_path: Path) -> None:
     """The empty model, filled from the file, computes what the loaded one does, buffers and all."""

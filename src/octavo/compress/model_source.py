@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from octavo.checkpoint.reader import Checkpoint, open_checkpoint
+from octavo.checkpoint.reader import Checkpoint, load_tokenizer, open_checkpoint
 from octavo.compress.blocks import refuse_unless_chain
-from octavo.errors import CheckpointError, UnsupportedModelError
+from octavo.errors import CheckpointError, UnsupportedModelError, UserError
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -77,11 +77,9 @@ class LoadedSource(ModelSource):
     def tokenizer(self) -> Any:  # type: ignore[override]
         """The one that was given, else the one of the directory or repository that the model was loaded from."""
         if self._tokenizer is None and self.model.config._name_or_path:
-            from transformers import AutoTokenizer
-
             try:
-                self._tokenizer = AutoTokenizer.from_pretrained(self.model.config._name_or_path)
-            except (OSError, ValueError):
+                self._tokenizer = load_tokenizer(self.model.config._name_or_path)
+            except UserError:
                 return None  # calibration says so when it meets text
         return self._tokenizer
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.checkpoint.reader import open_checkpoint
+from octavo.checkpoint.reader import load_tokenizer, open_checkpoint
 from octavo.checkpoint.writer import write_json
 from octavo.compress.assignment import Plan, make_plan
 from octavo.compress.blocks import Blocks, find_blocks
@@ -136,11 +136,7 @@ def _refuse_changed(config: CompressConfig, names: tuple[str, ...], beside: str)
 
 
 def _tokenizer(tokenizer: Any) -> Any:
-    if isinstance(tokenizer, str | Path):
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(tokenizer)
-    return tokenizer
+    return load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
 
 
 class _Job:
