@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+
+from octavo.bench.svg_axis import Axis
 
 WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 14, 62
 LEGEND_ROW = 16
 NUM_COLOURS = 6
+NUM_TICKS = 7
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class Chart:
             return f'<p class="none">{escape(self.title)}: nothing was measured.</p>'
         xs = [p[0] for p in points] + ([self.vertical[0]] if self.vertical else [])
         ys = [p[1] for p in points if p[1] is not None] + ([self.limit[0]] if self.limit else [])
-        x_axis = _Axis(xs, self.is_log_x, LEFT, WIDTH - RIGHT)
-        y_axis = _Axis(ys, self.is_log_y, HEIGHT - BOTTOM, TOP)
+        x_axis = _axis(xs, self.is_log_x, LEFT, WIDTH - RIGHT)
+        y_axis = _axis(ys, self.is_log_y, HEIGHT - BOTTOM, TOP)
         parts = [
             f'<svg viewBox="0 0 {WIDTH} {self._height()}" role="img" aria-label="{escape(self.title)}">',
             *self._grid(x_axis, y_axis),
@@ -65,13 +67,13 @@ class Chart:
         ]
         return Series(series.name, points, series.colour, series.is_scatter, series.is_dashed)
 
-    def _grid(self, x_axis: _Axis, y_axis: _Axis) -> list[str]:
+    def _grid(self, x_axis: Axis, y_axis: Axis) -> list[str]:
         parts: list[str] = []
-        for value in y_axis.ticks:
+        for value in y_axis.ticks(NUM_TICKS):
             y = y_axis.place(value)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_short(value)}</text>')
-        for value in x_axis.ticks:
+        for value in x_axis.ticks(NUM_TICKS):
             x = x_axis.place(value)
             parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
             parts.append(
@@ -86,7 +88,7 @@ class Chart:
         )
         return parts
 
-    def _rules(self, x_axis: _Axis, y_axis: _Axis) -> list[str]:
+    def _rules(self, x_axis: Axis, y_axis: Axis) -> list[str]:
         parts: list[str] = []
         if self.limit:
             y = y_axis.place(self.limit[0])
@@ -134,32 +136,16 @@ class Chart:
         return parts
 
 
-class _Axis:
-    """Maps values to pixels, linear from zero or logarithmic, with round ticks."""
-
-    def __init__(self, values: Sequence[float], is_log: bool, start: float, end: float) -> None:
-        self.is_log, self._start, self._end = is_log, start, end
-        if is_log:
-            positive = [v for v in values if v > 0]
-            low, high = min(positive), max(positive)
-            self.low, self.high = low / 1.15, high * 1.15
-            self.ticks = _log_ticks(self.low, self.high)
-        else:
-            top = max(values)
-            self.low, self.high = 0.0, top * 1.05 if top > 0 else 1.0
-            step = _round_step(self.high / 7)
-            self.ticks = [i * step for i in range(int(self.high / step) + 1)]
-
-    def place(self, value: float) -> float:
-        if self.is_log:
-            value = max(value, self.low)
-            share = math.log(value / self.low) / math.log(self.high / self.low)
-        else:
-            share = (value - self.low) / (self.high - self.low)
-        return self._start + (self._end - self._start) * share
+def _axis(values: Sequence[float], is_log: bool, start: float, end: float) -> Axis:
+    """From zero, or around the values where it is logarithmic."""
+    if is_log:
+        positive = [value for value in values if value > 0]
+        return Axis(min(positive) / 1.15, max(positive) * 1.15, start, end, is_log)
+    top = max(values)
+    return Axis(0.0, top * 1.05 if top > 0 else 1.0, start, end)
 
 
-def _draw(series: Series, x_axis: _Axis, y_axis: _Axis) -> list[str]:
+def _draw(series: Series, x_axis: Axis, y_axis: Axis) -> list[str]:
     places = [(x_axis.place(x), y_axis.place(y), x, y) for x, y in series.points if y is not None]
     colour = f"c{series.colour % NUM_COLOURS}"
     parts: list[str] = []
@@ -172,24 +158,6 @@ def _draw(series: Series, x_axis: _Axis, y_axis: _Axis) -> list[str]:
             name = f"<title>{escape(series.name)}: {_short(x)}, {_short(y)}</title>"
             parts.append(f'<circle class="dot {colour}" cx="{px:.1f}" cy="{py:.1f}" r="2.6">{name}</circle>')
     return parts
-
-
-def _round_step(raw: float) -> float:
-    power = 10 ** math.floor(math.log10(raw))
-    for factor in (1, 2, 5, 10):
-        if raw <= factor * power:
-            return factor * power
-    return 10 * power
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    factors = (1, 2, 5) if high / low < 200 else (1,)
-    ticks = [
-        factor * 10.0**power
-        for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        for factor in factors
-    ]
-    return [t for t in ticks if low <= t <= high]
 
 
 def _short(value: float) -> str:

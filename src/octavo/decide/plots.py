@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+
+from octavo.bench.svg_axis import Axis
 
 COLORS = ("var(--c1)", "var(--c2)", "var(--c3)", "var(--c4)", "var(--c5)", "var(--c6)")
 
@@ -57,13 +58,13 @@ def line_plot(
     ys = [y for s in series for _, y in s.points]
     left, right, top, bottom = 52, 14, 12, 40
     x_low = max(min(xs), 1e-3) if log_x else 0.0
-    x_axis = _Axis(x_low, max(xs) * (1.1 if limit or log_x else 1), left, width - right, log_x)
-    y_axis = _Axis(0.0, max(ys) or 1.0, height - bottom, top, False)
-    body = [_grid(x_axis, y_axis, left, width - right, top, height - bottom)]
+    x_axis = Axis(x_low, max(xs) * (1.1 if limit or log_x else 1), left, width - right, log_x)
+    y_axis = Axis(0.0, max(ys) or 1.0, height - bottom, top, False)
+    body = [_grid(x_axis, y_axis, left, width - right, height - bottom)]
     for s in series:
         body.append(f'<path d="{_path(s, x_axis, y_axis)}" fill="none" stroke="{s.color}" stroke-width="2"/>')
     if limit:
-        x = x_axis.at(limit[1])
+        x = x_axis.place(limit[1])
         body.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - bottom}" class="limit"/>')
         anchor = "end" if x > width / 2 else "start"
         body.append(_text(x + (-5 if anchor == "end" else 5), height - bottom - 6, limit[0], anchor, "limit-text"))
@@ -78,74 +79,44 @@ def interval_plot(rows: Sequence[tuple[str, float, float, float]], x_label: str,
     left, right, step = 110, 60, 38
     low, high = min(r[2] for r in rows), max(r[3] for r in rows)
     pad = 0.15 * (high - low or 1)
-    axis = _Axis(low - pad, high + pad, left, width - right, False)
+    axis = Axis(low - pad, high + pad, left, width - right, False)
     body = []
     for i, (label, value, start, end) in enumerate(rows):
         y, color = 24 + i * step, COLORS[i % len(COLORS)]
         body.append(_text(left - 8, y + 4, label, "end"))
-        ends = f'x1="{axis.at(start):.1f}" x2="{axis.at(end):.1f}" y1="{y}" y2="{y}"'
+        ends = f'x1="{axis.place(start):.1f}" x2="{axis.place(end):.1f}" y1="{y}" y2="{y}"'
         body.append(f'<line {ends} stroke="{color}" stroke-width="3"/>')
-        body.append(f'<circle cx="{axis.at(value):.1f}" cy="{y}" r="5" fill="{color}"/>')
-        body.append(_text(axis.at(end) + 8, y + 4, f"{value:.2f}", "start", "strong"))
+        body.append(f'<circle cx="{axis.place(value):.1f}" cy="{y}" r="5" fill="{color}"/>')
+        body.append(_text(axis.place(end) + 8, y + 4, f"{value:.2f}", "start", "strong"))
     height = 24 + len(rows) * step
     for tick in axis.ticks(5):
-        body.append(_text(axis.at(tick), height + 6, _number(tick), "middle", "tick"))
+        body.append(_text(axis.place(tick), height + 6, _number(tick), "middle", "tick"))
     body.append(_text((left + width - right) / 2, height + 24, x_label, "middle", "axis"))
     return _svg(width, height + 32, "".join(body))
 
 
-@dataclass(frozen=True)
-class _Axis:
-    """Values low..high onto pixels start..end."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-    is_log: bool
-
-    def at(self, value: float) -> float:
-        if self.is_log:
-            share = math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
-        else:
-            share = (value - self.low) / (self.high - self.low or 1)
-        return self.start + share * (self.end - self.start)
-
-    def ticks(self, count: int) -> list[float]:
-        """Round values inside the range."""
-        if self.is_log:
-            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            steps = (1, 2, 5) if self.high / self.low < 500 else (1,)
-            return [m * 10.0**p for p in powers for m in steps if self.low <= m * 10.0**p <= self.high]
-        raw = (self.high - self.low or 1) / count
-        power = 10.0 ** math.floor(math.log10(raw))
-        step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw)
-        first = math.ceil(self.low / step)
-        return [i * step for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
-
-
-def _path(s: Series, x_axis: _Axis, y_axis: _Axis) -> str:
+def _path(s: Series, x_axis: Axis, y_axis: Axis) -> str:
     words, previous = [], None
     for x, y in s.points:
         if previous is None:
-            words.append(f"M{x_axis.at(x):.1f} {y_axis.at(y):.1f}")
+            words.append(f"M{x_axis.place(x):.1f} {y_axis.place(y):.1f}")
         else:
             if s.is_step:
-                words.append(f"L{x_axis.at(x):.1f} {y_axis.at(previous):.1f}")
-            words.append(f"L{x_axis.at(x):.1f} {y_axis.at(y):.1f}")
+                words.append(f"L{x_axis.place(x):.1f} {y_axis.place(previous):.1f}")
+            words.append(f"L{x_axis.place(x):.1f} {y_axis.place(y):.1f}")
         previous = y
     return "".join(words)
 
 
-def _grid(x_axis: _Axis, y_axis: _Axis, left: float, right: float, top: float, bottom: float) -> str:
+def _grid(x_axis: Axis, y_axis: Axis, left: float, right: float, bottom: float) -> str:
     parts = []
     for tick in y_axis.ticks(4):
-        y = y_axis.at(tick)
+        y = y_axis.place(tick)
         parts.append(f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
         parts.append(_text(left - 6, y + 4, _number(tick), "end", "tick"))
     ticks = x_axis.ticks(6)
     for tick in ticks:
-        parts.append(_text(x_axis.at(tick), bottom + 15, _number(tick), "middle", "tick"))
+        parts.append(_text(x_axis.place(tick), bottom + 15, _number(tick), "middle", "tick"))
     parts.append(f'<line x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}" class="base"/>')
     return "".join(parts)
 
