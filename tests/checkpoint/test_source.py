@@ -79,6 +79,17 @@ def test_the_demo_is_found_where_it_is_installed(no_demo: Path, monkeypatch: pyt
     assert resolve_model("demo") == package / demo.FILE_NAME
 
 
+def test_a_folder_named_demo_is_only_a_model_with_a_config(
+    no_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "demo_path", lambda: Path("the demo"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    assert source.resolve_model("demo") == Path("the demo")
+    (tmp_path / "demo" / "config.json").write_text("{}")
+    assert source.resolve_model("demo") == Path("demo")
+
+
 def test_the_demo_is_downloaded_once(no_demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 

@@ -34,12 +34,12 @@ def resolve_model(name: str, need: Need = "weights") -> Path:
     if not name:
         raise ModelNotFoundError(f"the model's name is empty; give {KINDS}")
     path = Path(name).expanduser()
+    if name == "demo" and not (path / "config.json").is_file():  # any other folder of that name is no model
+        return demo_path()
     if path.is_dir():
         return path
     if path.is_file():
         return _checked_file(path)
-    if name == "demo":
-        return demo_path()
     if path.is_absolute() or name.startswith((".", "~")) or name.endswith(".gguf") or not HUB_ID.fullmatch(name):
         raise ModelNotFoundError(f"no model {name!r}: there is no such file or directory; give {KINDS}")
     return _cached_snapshot(name, need) or _download(name, need)
