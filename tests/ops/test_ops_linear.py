@@ -15,7 +15,7 @@ from octavo.ops import reference
 from octavo.ops.cpu import library
 from octavo.ops.packed_weight import TorchQuantized
 
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 13, 20, 31, 40)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 13, 20, 31, 40, 70)
 # Torch's own bfloat16 products round the sums, too.
 TOLERANCE = 4e-3 if library.unavailable() is None else 1e-2
 needs_kernels = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))

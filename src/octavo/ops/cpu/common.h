@@ -94,10 +94,10 @@ struct Cache {  // mirrored by octavo.ops.cpu.functions._CacheStruct; the interl
 constexpr int MAX_ROWS = 6;    // rows of a register block: 6 x 4 accumulators, 4 weights and a broadcast fill 29 of 32
 constexpr int MAX_VECTORS = 4;
 
-// Split `rows` into the fewest blocks of at most MAX_ROWS, as equal as possible, and call body(first, count).
+// Split `rows` into the fewest blocks of at most `limit`, as equal as possible, and call body(first, count).
 template <class F>
-inline void for_row_blocks(int64_t rows, F body) {
-    int64_t blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
+inline void for_row_blocks(int64_t rows, F body, int64_t limit = MAX_ROWS) {
+    int64_t blocks = (rows + limit - 1) / limit;
     for (int64_t b = 0, first = 0; b < blocks; b++) {
         int64_t count = (rows - first + blocks - b - 1) / (blocks - b);
         body(first, count);

@@ -68,14 +68,14 @@ static void for_rows(int64_t rows, bool own, Team& team, F body) {
 }
 
 static void reserve_own(const Layer& l, int64_t rows, LayerMemory& m) {
-    const int64_t padded = (rows + 15) / 16 * 16;  // matrix tiles read 16 rows
+    const int64_t padded = padded_rows(rows);
     scratch(m.normed, padded * l.hidden);
     scratch(m.residual, rows * l.hidden);
     scratch(m.gated, padded * l.inner);
 }
 
 static void reserve_shared(const Layer& l, int64_t rows, LayerMemory& m) {
-    const int64_t padded = (rows + 15) / 16 * 16;
+    const int64_t padded = padded_rows(rows);
     scratch(m.qkv, rows * l.qkv.weight->n);
     scratch(m.q, rows * l.output.weight->k);
     scratch(m.attended, padded * l.output.weight->k);

@@ -63,7 +63,7 @@ template <bool INT, int MT, int NT>
 static void amx_block(const Task& t, int64_t row, int64_t tile, const char* data, int64_t tile_bytes) {
     alignas(64) char sums[MT * NT * 1024];
     const int64_t row_bytes = t.w->k * (INT ? 1 : 2);
-    const bool copied = t.last_rows && row + 16 * MT > t.rows;
+    const bool copied = t.last_rows && row + 16 * MT > t.rows;  // only the last block, which starts at a multiple of 32
     const char* x = copied ? t.last_rows : (INT ? (const char*)t.codes : (const char*)t.x) + row * row_bytes;
     multiply_tiles<INT, MT, NT>(x, row_bytes, data, tile_bytes, row_bytes / 64, sums);
     for (int i = 0; i < MT; i++) {
@@ -82,10 +82,9 @@ static void amx_block(const Task& t, int64_t row, int64_t tile, const char* data
 
 template <bool INT, int NT>
 static void amx_rows(const Task& t, int64_t tile, const char* data, int64_t tile_bytes) {
-    const int64_t whole = t.rows / 16 * 16;
     int64_t row = 0;
-    for (; row + 32 <= whole; row += 32) amx_block<INT, 2, NT>(t, row, tile, data, tile_bytes);
-    for (; row < t.rows; row += 16) amx_block<INT, 1, NT>(t, row, tile, data, tile_bytes);
+    for (; row + 16 < t.rows; row += 32) amx_block<INT, 2, NT>(t, row, tile, data, tile_bytes);
+    if (row < t.rows) amx_block<INT, 1, NT>(t, row, tile, data, tile_bytes);
 }
 
 // All rows of 1, 2 or 4 tiles.
@@ -255,21 +254,25 @@ static void expand_tile(const Weight& w, int64_t tile, bf16* out) {
     }
 }
 
+// Rows of a block with two accumulators an output.
+constexpr int GROUP_ROWS = 4;
+
 template <class Codec>
 static void group_tiles(const Task& t, int64_t first, int64_t last) {
     if (t.rows < t.w->expand_from) {
         for_vector_blocks(last - first, [&](int64_t tile, auto nb) {
-            for_row_blocks(t.rows, [&](int64_t row, int64_t count) {
+            auto block = [&](int64_t row, int64_t count) {
                 with_rows(count, [&](auto mb) {
                     constexpr int MB = mb.value, NB = nb.value;
                     if constexpr (MB * NB <= 12) {
                         group_block<Codec, MB, NB>(t, row, first + tile);
-                    } else {  // two accumulators an output: 4 tiles at once would not fit in the registers
+                    } else if constexpr (MB <= GROUP_ROWS) {
                         group_block<Codec, MB, NB / 2>(t, row, first + tile);
                         group_block<Codec, MB, NB / 2>(t, row, first + tile + NB / 2);
                     }
                 });
-            });
+            };
+            for_row_blocks(t.rows, block, GROUP_ROWS);
         });
         return;
     }
@@ -359,8 +362,7 @@ void reserve_quantized(Task& t, LinearScratch& memory) {
     if (!w.quantizes(t.rows)) return;
     const bool split = w.splits(t.rows);
     const int64_t groups = split ? w.k / w.group : 1;
-    const int64_t padded_rows = (t.rows + 15) / 16 * 16;  // matrix tiles read 16 rows
-    t.codes = scratch(memory.codes, padded_rows * w.k * (split ? 2 : 1));
+    t.codes = scratch(memory.codes, padded_rows(t.rows) * w.k * (split ? 2 : 1));
     t.x_scale = scratch(memory.scales, t.rows * groups);
     t.x_sum = scratch(memory.sums, t.rows * groups);
 }
@@ -373,13 +375,13 @@ void quantize_input(const Task& t, int64_t row) {
         quantize_row(t.x + row * w.k, w.k, t.codes + row * w.k, t.x_scale + row, t.x_sum + row);
 }
 
-// The last rows % 16 rows, `row_bytes` each, filled up to 16: the caller's tensor must not be read past its end.
+// The last rows % 32 rows, `row_bytes` each, filled up to 16 or 32: the caller's tensor must not be read past its end.
 static const char* copy_last_rows(const char* x, int64_t rows, int64_t row_bytes, std::vector<char>& buffer) {
-    const int64_t count = rows % 16;
-    if (count == 0) return nullptr;
-    char* copy = scratch(buffer, 16 * row_bytes);
+    const int64_t count = rows % 32, padded = padded_rows(count);
+    if (count == padded) return nullptr;
+    char* copy = scratch(buffer, padded * row_bytes);
     std::memcpy(copy, x + (rows - count) * row_bytes, count * row_bytes);
-    std::memset(copy + count * row_bytes, 0, (16 - count) * row_bytes);
+    std::memset(copy + count * row_bytes, 0, (padded - count) * row_bytes);
     return copy;
 }
 

@@ -35,8 +35,11 @@ struct Task {
     int8_t* codes;   // quantized x: W8A8 [M, K]; split groups [M, K / 4, 2, 4], high and low plane
     float* x_scale;  // W8A8 [M]; groups [M, groups]
     int32_t* x_sum;  // sums of the quantized x, same shape as x_scale
-    const char* last_rows;  // AMX: a copy of the last rows % 16 rows of x filled up to 16, or null if x may be read past
+    const char* last_rows;  // AMX: a copy of the last rows % 32 rows of x filled up, or null if x may be read past
 };
+
+// Rows that matrix tiles read: whole tiles of 16.
+inline int64_t padded_rows(int64_t rows) { return (rows + 15) / 16 * 16; }
 
 struct LinearScratch {
     std::vector<float> scales;

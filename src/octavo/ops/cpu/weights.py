@@ -17,8 +17,8 @@ BF16, INT4, INT8, W8A8 = range(4)
 NEVER = 2**31 - 1
 # From this many rows on, expanding a tile to bf16 once costs less than decoding it for each block of rows; and matrix
 # tiles beat vectors. Measured on 2 cores of a Xeon with AMX, K = 576 and 1536, by benchmarks/ops_cpu.py.
-EXPAND_FROM = 33
-AMX_FROM = {BF16: 3, INT4: 6, INT8: 6, W8A8: 5}
+EXPAND_FROM = 65
+AMX_FROM = {BF16: 3, INT4: 13, INT8: 13, W8A8: 5}
 MAX_GROUP = 128
 STEP = {4: 8, 8: 4}  # values of k in 64 bytes of a tile, by bits
 DEQUANTIZE_FROM = {INT4: 25, INT8: 13}
