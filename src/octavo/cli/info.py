@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.cli.common import print_json, print_table
+from octavo.machine import cpu_name
 from octavo.settings import setting
 
 PACKAGES = ("octavo", "torch", "transformers", "safetensors", "gguf", "numpy", "fastapi", "uvicorn", "pyzmq", "httpx")
@@ -56,6 +57,7 @@ def _devices() -> dict[str, Any]:
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "system": platform.platform(),
+        "cpu": cpu_name(),
         "cpu cores": os.cpu_count(),
         "cpu threads of torch": torch.get_num_threads(),
         "cpu instructions": torch.backends.cpu.get_cpu_capability(),

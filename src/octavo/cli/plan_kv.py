@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.cli.common import binary_size, print_json, print_table, read_config, size
+from octavo.cli.common import print_json, print_table, read_config
 from octavo.plan.kv import plan_kv
 from octavo.settings import setting
+from octavo.units import binary_size, size
 
 EXAMPLES = """
   octavo plan kv llama-3-70b

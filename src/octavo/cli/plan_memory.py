@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.cli.common import print_json, print_table, read_config, size
+from octavo.cli.common import print_json, print_table, read_config
 from octavo.plan.hardware import find_accelerator
 from octavo.plan.memory import MemoryPlan, parse_count, plan_memory
 from octavo.plan.shape import parameters
 from octavo.settings import setting
 from octavo.settings_parser import UsageError
+from octavo.units import size
 
 EXAMPLES = """
   octavo plan memory llama-4-scout

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from octavo.compress.modifiers.base import LayerResult
+from octavo.machine import cpu_name
 
 EMBEDDINGS, OUTPUT, NORMS = "embeddings", "output layer", "norms and biases"
 QUANTIZED, SCALES, DENSE = "quantized linear layers: codes", "quantized linear layers: scales", "other linear layers"
@@ -120,21 +121,12 @@ def environment() -> dict[str, Any]:
 
     return {
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": cpu_name(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor()
 
 
 def report_lines(report: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from octavo import units
 from octavo.decide.kv_memory import KVMemory
 from octavo.decide.prefix_trial import Round
 from octavo.decide.steps import Compression
@@ -48,7 +49,7 @@ class Narrator:
 
     def size(self, compression: Compression) -> None:
         size, summary = compression.size, compression.summary
-        before, after = (mb(size[when]["bytes"]) for when in ("before", "after"))
+        before, after = (units.size(size[when]["bytes"]) for when in ("before", "after"))
         self.say(f"{before} before, {after} after, in {summary['seconds']:.1f} s")
         for line in [*size["explanation"], size["note"]]:
             if line:
@@ -78,9 +79,10 @@ class Narrator:
             )
 
     def kv(self, kv: KVMemory) -> None:
+        paged, contiguous = units.size(kv.paged_bytes), units.size(kv.contiguous_bytes)
         self.say(
-            f"KV memory with {kv.running} running: {mb(kv.paged_bytes)} in {kv.blocks} blocks; contiguous reservations "
-            f"of {kv.max_model_len:,} tokens would have locked {mb(kv.contiguous_bytes)} ({kv.ratio:.0f} times as much)"
+            f"KV memory with {kv.running} running: {paged} in {kv.blocks} blocks; contiguous reservations "
+            f"of {kv.max_model_len:,} tokens would have locked {contiguous} ({kv.ratio:.0f} times as much)"
         )
 
     def verdict(self, verdict: Verdict, page: Path, seconds: float, next_command: str) -> None:
@@ -92,11 +94,6 @@ class Narrator:
             self.say(line)
         self._console.print(f"\nreport: {page} ({seconds:.0f} s in all)", markup=False, soft_wrap=True)
         self._console.print(f"go on with: {next_command}", markup=False, soft_wrap=True)
-
-
-def mb(num_bytes: float) -> str:
-    """Megabytes of 10^6 bytes."""
-    return f"{num_bytes / 1e6:.1f} MB"
 
 
 def _ms(value: float | None) -> str:

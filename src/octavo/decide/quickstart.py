@@ -28,6 +28,7 @@ from octavo.decide.report import Result, render
 from octavo.decide.server_process import ServerProcess
 from octavo.decide.verdict import Verdict, advise, check_load, check_perplexity, check_size
 from octavo.errors import UserError
+from octavo.machine import cpu_name
 
 KV_GAUGES = ("num_requests_running", "kv_cache_usage_perc")
 SAMPLE_SECONDS = 0.1
@@ -122,7 +123,7 @@ def _collect(
     return {
         "octavo": __version__,
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "machine": {"cpu_count": os.cpu_count(), "cpu": steps.cpu_name(), "platform": platform.platform()},
+        "machine": {"cpu_count": os.cpu_count(), "cpu": cpu_name(), "platform": platform.platform()},
         "model": config.model,
         "scheme": config.scheme,
         "algorithm": config.algorithm,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import platform
 import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octavo import units
 from octavo.builtin_text import builtin_text
 from octavo.decide.config import QuickstartConfig
 from octavo.errors import UserError
@@ -59,7 +59,7 @@ def _size_note(model: str) -> str:
     path = resolve_model(model)
     if path.suffix != ".gguf":
         return ""
-    stored = f"{path.stat().st_size / 1e6:.1f} MB"
+    stored = units.size(path.stat().st_size)
     return (
         f"The original is a GGUF file of {stored}, quantized already; `before` is its weights as plain 16-bit numbers."
     )
@@ -176,13 +176,3 @@ def commands(config: QuickstartConfig, model_dir: Path, loads: list[dict[str, An
         ["octavo", "serve", str(model_dir)],
     ]
     return [*(shlex.join(line) for line in lines), *(load["command"] for load in loads)]
-
-
-def cpu_name() -> str:
-    """The processor's name as the system gives it."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
