@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.errors import CapacityError, ModelNotFoundError, UserError
+from octavo.errors import CapacityError, CheckpointError, ModelNotFoundError, UserError
 
 PROMPTS = ["Hello there", "The quick brown fox jumps over the lazy dog. " * 4, "a", "1 2 3 4 5 6 7 8 9"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -151,6 +151,14 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     assert "/no_think" in (quiet.prompt or "")
 
 
+def test_chat_takes_text_parts(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]
+    prompts = [
+        llm.chat([{"role": "user", "content": content}], use_tqdm=False)[0].prompt for content in (parts, "Hi\nthere")
+    ]
+    assert prompts[0] == prompts[1]
+
+
 def test_prompt_forms(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=3)
     ids = llm.get_tokenizer().encode("Hello there")
@@ -168,7 +176,11 @@ def test_prompt_forms(llm: LLM) -> None:
         (lambda llm: llm.generate("x", SamplingParams(max_tokens=-3), use_tqdm=False), ["max_tokens", "-3"]),
         (lambda llm: llm.generate("x", SamplingParams(logit_bias={70000: 1.0}), use_tqdm=False), ["70000"]),
         (lambda llm: llm.generate(["x", "y"], [SamplingParams()], use_tqdm=False), ["1", "2"]),
+        (lambda llm: llm.generate(None, use_tqdm=False), ["None", "a list of prompts"]),
         (lambda llm: llm.chat([], use_tqdm=False), ["empty"]),
+        (lambda llm: llm.chat(None, use_tqdm=False), ["None", "role"]),
+        (lambda llm: llm.chat(["Hi"], use_tqdm=False), ["Hi", "role"]),
+        (lambda llm: llm.chat([{"role": "user", "content": [{"type": "image_url"}]}], use_tqdm=False), ["image_url"]),
     ],
 )
 def test_bad_input_names_the_value_and_disturbs_nothing(llm: LLM, call, words: list[str]) -> None:
@@ -192,6 +204,18 @@ def test_bad_settings_name_the_value_and_the_way_out(tiny_llama: Path) -> None:
         LLM(str(tiny_llama), max_modle_len=5)
     with pytest.raises(UserError, match="tensor_parallel_size is 2"):
         LLM(str(tiny_llama), tensor_parallel_size=2)
+    with pytest.raises(UserError, match="dtype is 'fp4'; it must be one of auto, float32"):
+        LLM(str(tiny_llama), dtype="fp4")
+    with pytest.raises(CapacityError, match=r"of 10 bytes holds a sequence of 0 tokens.* at least \d+$"):
+        LLM(str(tiny_llama), kv_cache_memory_bytes=10)
+
+
+def test_a_missing_tokenizer_is_found_before_the_weights_are_read(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((tiny_llama / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=r"holds no tokenizer.*--tokenizer"):
+        LLM(str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"holds no \.safetensors file; download the checkpoint again"):
+        LLM(str(tmp_path), tokenizer=str(tiny_llama))
 
 
 def test_token_ids_only(tiny_llama: Path) -> None:

@@ -130,8 +130,8 @@ class SafetensorsCheckpoint(Checkpoint):
                 "they are never opened; convert them to safetensors first (save_pretrained of transformers writes that)"
             )
         ggufs = sorted(f.name for f in self.path.glob("*.gguf"))
-        hint = f"; for GGUF give the file itself: {self.path / ggufs[0]}" if ggufs else ""
-        return CheckpointError(f"{self.path} holds no .safetensors file{hint}")
+        way_out = f"for GGUF give the file itself: {self.path / ggufs[0]}" if ggufs else "download the checkpoint again"
+        return CheckpointError(f"{self.path} holds no .safetensors file; {way_out}")
 
     def _open(self, file: str) -> Any:
         if file not in self._shards:

@@ -46,6 +46,9 @@ class EngineConfig:
     seed: int = setting(0, "seed of requests that bring none")
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            choices, value = field.metadata["choices"], getattr(self, field.name)
+            _require(not choices or value in choices, field.name, value, f"one of {', '.join(choices or ())}")
         _require(self.block_size in (8, 16, 32, 64, 128), "block_size", self.block_size, "one of 8, 16, 32, 64, 128")
         _require(
             0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]"

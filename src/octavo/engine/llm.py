@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +13,7 @@ from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.messages import EngineRequest
 from octavo.engine.outputs import RequestOutput
-from octavo.engine.tokenizer import load_tokenizer, render_chat
+from octavo.engine.tokenizer import load_tokenizer, plain_messages, render_chat
 from octavo.errors import EngineDeadError, UserError
 from octavo.progress import Progress
 
@@ -29,9 +29,10 @@ class LLM:
 
     def __init__(self, model: str, **kwargs: Any) -> None:
         config = EngineConfig.from_kwargs(model=str(model), **kwargs)
+        # the tokenizer first: that it is missing should not be found after minutes of reading weights
+        self._tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model, config.tokenizer)
         self._engine: Engine | None = Engine(config)
         self._names = itertools.count()
-        self._tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model, config.tokenizer)
 
     def generate(
         self,
@@ -65,20 +66,23 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, given as lists of {"role", "content"}."""
+        """Answer one conversation, or several, given as lists of {"role", "content"}.
+
+        A content is a text or a list of parts {"type": "text", "text": ...}. Raises UserError for other messages.
+        """
         conversations = messages if messages and isinstance(messages[0], list) else [messages]
         prompts: list[Prompt] = []
         for conversation in conversations:
             text = render_chat(
                 self.get_tokenizer(),
-                conversation,  # type: ignore[arg-type]
+                plain_messages(conversation),
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
                 **(chat_template_kwargs or {}),
             )
-            ids = self.get_tokenizer().encode(text, add_special_tokens=False)
+            ids = self.get_tokenizer().encode(text, add_special_tokens=False, verbose=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -115,7 +119,7 @@ class LLM:
         if ids is None:
             if not isinstance(text, str):
                 raise UserError(f"a prompt is {prompt!r}; it must be text, token ids, or a dict with one of them")
-            ids = self.get_tokenizer().encode(text)
+            ids = self.get_tokenizer().encode(text, verbose=False)  # check_prompt says it better
         ids = params.truncate(list(ids), self.engine.info.max_model_len)
         check_prompt(ids, self.engine.info.max_model_len)
         return text, ids
@@ -147,6 +151,8 @@ class LLM:
 def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, dict)):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise UserError(f"prompts is {prompts!r}; it must be a prompt or a list of prompts", param="prompts")
     listed = list(prompts)
     if listed and all(isinstance(item, int) for item in listed):
         return [listed]  # type: ignore[list-item]

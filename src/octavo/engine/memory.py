@@ -47,10 +47,10 @@ def plan_kv_cache(config: EngineConfig, groups: list[CacheGroup], max_position: 
         length = fits
     if fits < length:
         needed = (blocks_of(groups, config, length) + 1) * block_bytes
+        shorter = f", or max_model_len at most {fits} (or 'auto')" if fits else ""
         raise CapacityError(
-            f"the KV cache of {budget / 2**20:,.1f} MiB holds a sequence of {fits} tokens at most, less than "
-            f"max_model_len = {length}; give kv_cache_memory_bytes at least {needed}, or max_model_len at most {fits} "
-            "(or 'auto')",
+            f"the KV cache of {budget:,} bytes holds a sequence of {fits} tokens at most, less than "
+            f"max_model_len = {length}; give kv_cache_memory_bytes at least {needed}{shorter}",
             param="max_model_len",
         )
     return KVCachePlan(

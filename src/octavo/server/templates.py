@@ -6,14 +6,13 @@ import inspect
 import json
 from typing import Any
 
-from octavo.engine.tokenizer import render_chat
+from octavo.engine.tokenizer import render_chat, text_of_content
 from octavo.errors import UserError
 from octavo.server.config import ServerConfig, load_template
 from octavo.server.errors import bad_request
 from octavo.server.protocol import ChatCompletionRequest, TokenizeRequest
 
 MAX_MESSAGES = 10_000
-_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 
 
 class ChatRenderer:
@@ -101,31 +100,10 @@ def _plain_message(message: dict[str, Any], index: int) -> dict[str, Any]:
     if content is None and not message.get("tool_calls"):
         raise bad_request(f"{where} has no content; it must be a string or a list of text parts", "messages")
     plain = dict(message)
-    plain["content"] = _text_of(content, where)
+    plain["content"] = text_of_content(content, where)
     if message.get("tool_calls"):
         plain["tool_calls"] = [_tool_call(call, where) for call in message["tool_calls"]]
     return plain
-
-
-def _text_of(content: Any, where: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise bad_request(f"{where}.content must be a string or a list of text parts", "messages")
-    texts = []
-    for part in content:
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
-        if kind not in _TEXT_PARTS or not isinstance(text, str):
-            raise bad_request(
-                f"{where}.content has a part of type {str(kind)[:40]!r}; this server takes parts of type 'text'",
-                "messages",
-            )
-        texts.append(text)
-    return "\n".join(texts)
 
 
 def _tool_call(call: Any, where: str) -> Any:
