@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from octavo.engine.outputs import Logprob
 from octavo.errors import UserError
-from octavo.server import parameters, protocol
+from octavo.server import protocol, refused
 from octavo.server.config import ServerConfig
 from octavo.server.errors import ApiError, as_api_error
 from octavo.server.limits import Admission, ServerFullError
@@ -109,7 +109,7 @@ def test_one_key_may_be_given_as_a_string() -> None:
 
 def chat_request(**fields: Any) -> protocol.ChatCompletionRequest:
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode()
-    return parse_request(body, protocol.ChatCompletionRequest, parameters.CHAT).request
+    return parse_request(body, protocol.ChatCompletionRequest, refused.CHAT).request
 
 
 def test_templates_come_from_settings_files_or_trusted_requests(tokenizer: Any, tmp_path: Any) -> None:
@@ -162,7 +162,7 @@ VALUES = st.one_of(
     st.lists(st.one_of(st.integers(-5, 300), st.text(max_size=2)), max_size=3),
     st.dictionaries(st.text(max_size=3), st.one_of(st.integers(), st.floats()), max_size=2),
 )
-FIELDS = st.sampled_from(sorted({*protocol.CompletionRequest.__struct_fields__, *parameters.COMPLETION, "unknown"}))
+FIELDS = st.sampled_from(sorted({*protocol.CompletionRequest.__struct_fields__, *refused.COMPLETION, "unknown"}))
 
 
 @settings(max_examples=200, deadline=None)
@@ -172,7 +172,7 @@ def test_any_fields_make_parameters_or_an_error_of_the_client(fields: dict[str, 
     body = json.dumps({"prompt": "a", **fields}).encode()
     problem: Exception | None = None
     try:
-        request = parse_request(body, protocol.CompletionRequest, parameters.COMPLETION).request
+        request = parse_request(body, protocol.CompletionRequest, refused.COMPLETION).request
         requested = builder.requested_tokens(request.max_tokens, "max_tokens", default=16)
         params = builder.build(request, logprobs=request.logprobs, prompt_logprobs=request.prompt_logprobs)
         fitted = builder.fit(params, 10, requested)
@@ -197,7 +197,7 @@ def test_any_fields_make_parameters_or_an_error_of_the_client(fields: dict[str, 
 def test_any_bytes_are_a_request_or_an_error_of_the_client(body: bytes) -> None:
     status = 200
     try:
-        parse_request(body, protocol.CompletionRequest, parameters.COMPLETION)
+        parse_request(body, protocol.CompletionRequest, refused.COMPLETION)
     except ApiError as error:
         status = error.status
     assert status in (200, 400)

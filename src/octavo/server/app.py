@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from octavo import __version__
 from octavo.errors import OctavoError
-from octavo.server import parameters, protocol, tokenize
+from octavo.server import protocol, refused, tokenize
 from octavo.server.auth import KeyRing
 from octavo.server.chat import chat_completions
 from octavo.server.completions import completions
@@ -26,10 +26,10 @@ from octavo.server.replies import explain
 from octavo.server.state import ServerState
 
 _UNSUPPORTED = {
-    protocol.ChatCompletionRequest: parameters.CHAT,
-    protocol.CompletionRequest: parameters.COMPLETION,
-    protocol.TokenizeRequest: parameters.TOKENIZE,
-    protocol.DetokenizeRequest: parameters.DETOKENIZE,
+    protocol.ChatCompletionRequest: refused.CHAT,
+    protocol.CompletionRequest: refused.COMPLETION,
+    protocol.TokenizeRequest: refused.TOKENIZE,
+    protocol.DetokenizeRequest: refused.DETOKENIZE,
 }
 _SCHEMA_PREFIX = "#/components/schemas/{name}"
 

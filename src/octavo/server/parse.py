@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from octavo.server.errors import ApiError, bad_request
-from octavo.server.parameters import LABELS, STREAM_OPTIONS, Unsupported
+from octavo.server.refused import LABELS, STREAM_OPTIONS, Unsupported
 
 T = TypeVar("T", bound=msgspec.Struct)
 

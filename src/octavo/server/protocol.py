@@ -1,4 +1,4 @@
-"""The requests, field by field. What a field means to the engine is in `params`; what is refused is in `parameters`.
+"""The requests, field by field. What a field means to the engine is in `params`; what is refused is in `refused`.
 
 Every optional field may be null, which means the same as leaving it out. Numbers in strings are taken as numbers, as
 other servers take them.

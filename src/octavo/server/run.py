@@ -94,7 +94,8 @@ async def _start(config: EngineConfig) -> tuple[EngineClient, Any]:
         return await starting, tokenizer
     except BaseException:
         starting.cancel()
-        with contextlib.suppress(BaseException):
+        # Whichever of the two failed first is what the operator must read; how the other one ended adds nothing.
+        with contextlib.suppress(Exception, asyncio.CancelledError):
             await (await starting).shutdown()
         raise
 
@@ -157,9 +158,8 @@ def _cancelled_by_sigterm() -> Any:
         received.append(signal.SIGTERM)
         task.cancel()
 
-    with contextlib.suppress(
-        NotImplementedError, RuntimeError
-    ):  # not in the main thread: somebody else has the signals
+    # Outside the main thread, and on Windows, somebody else has the signals.
+    with contextlib.suppress(NotImplementedError, RuntimeError):
         loop.add_signal_handler(signal.SIGTERM, stop)
     try:
         yield
