@@ -1,7 +1,7 @@
-"""The engine: model, scheduler and cache put together; `LLM` and the server's engine process drive it."""
+"""The loop around a model: steps, sampling, text, offline `LLM`, and the process that a server talks to."""
 
 import os
 
-# OpenMP threads that wait spin for milliseconds by default; with any other busy process on the machine (a server and its
-# client, say) they then hold up the thread that has work. Set before torch, which reads it once; the user's own value stays.
+# OpenMP threads that wait spin for milliseconds by default; beside any other busy process (a server's client, say) they
+# hold up the thread that has work. Set before torch is imported, which reads it once; the user's own value stays.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
