@@ -234,3 +234,12 @@ def test_what_the_kernel_does_not_cover_goes_to_torch(head_dim: int) -> None:
     q = torch.randn(5, heads, head_dim, generator=generator).bfloat16()
     out = ops.paged_attention(q, cache, batch.step_meta(), 0.1)
     assert torch.equal(out, reference.paged_attention(q, cache, batch.step_meta(), 0.1, None, None, None))
+
+
+def test_metadata_of_the_wrong_type_is_an_error() -> None:
+    generator = torch.Generator().manual_seed(6)
+    batch = Batch.make([1], [5], 16, generator)
+    with pytest.raises(TypeError, match="int32"):
+        batch.meta(batch.slots([4], [5]).int(), batch.table)
+    with pytest.raises(ValueError, match="contiguous"):
+        batch.meta(batch.slots([4], [5]), torch.zeros(4, 1, dtype=torch.int32).expand(4, 2)[:1])

@@ -207,3 +207,20 @@ def test_packed_sizes() -> None:
     assert four.num_bytes == n * k // 2 + n * k // 32 * 2 + n * 4  # codes, fp16 scales, a factor a row
     with_offset = ops.pack_weight(quantized(n, k, "4m", 32, generator), torch.bfloat16)
     assert with_offset.num_bytes == four.num_bytes + n * k // 32 * 2
+
+
+def test_a_wrong_width_is_an_error_and_other_dtypes_are_converted() -> None:
+    generator = torch.Generator().manual_seed(15)
+    weight = torch.randn(20, 64, generator=generator).bfloat16()
+    packed = ops.pack_weight(weight, torch.bfloat16)
+    with pytest.raises((ValueError, RuntimeError)):
+        ops.linear(torch.zeros(2, 32, dtype=torch.bfloat16), packed)
+    x = torch.randn(3, 128, generator=generator).bfloat16()[:, ::2]
+    assert relative_error(ops.linear(x, packed), x.float() @ weight.float().T) < 8e-3
+    assert ops.linear(x, packed, out_dtype=torch.float16).dtype == torch.float16
+
+
+def test_default_dtype() -> None:
+    assert ops.default_dtype("cuda") == torch.bfloat16
+    with_products = library.level() > 0 or library.torch_has_bfloat16_products()
+    assert ops.default_dtype("cpu") == (torch.bfloat16 if with_products else torch.float32)

@@ -134,9 +134,9 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, out_dtyp
 
 def default_dtype(device: torch.device | str) -> torch.dtype:
     """bfloat16 on CUDA and on a CPU with bfloat16 products, else float32."""
-    if torch.device(device).type == "cpu" and not torch.cpu._is_avx512_bf16_supported():
-        return torch.float32
-    return torch.bfloat16
+    if torch.device(device).type != "cpu" or cpu_library.level() > 0 or cpu_library.torch_has_bfloat16_products():
+        return torch.bfloat16
+    return torch.float32
 
 
 def report(device: torch.device | str = "cpu") -> list[tuple[str, str, bool, str]]:

@@ -121,3 +121,13 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     num_decodes: int
+
+    def __post_init__(self) -> None:
+        # Kernels read these by address, so a wrong type would be read as other numbers.
+        tensors = (self.query_start, self.seq_lens, self.block_table)
+        dtypes = (*(x.dtype for x in tensors), self.slot_mapping.dtype)
+        if dtypes != (torch.int32, torch.int32, torch.int32, torch.int64):
+            raise TypeError(f"query_start, seq_lens, block_table, slot_mapping must be int32 x 3, int64, not {dtypes}")
+        table_is_dense = self.block_table.shape[1] <= 1 or self.block_table.stride(1) == 1
+        if not (table_is_dense and all(x.is_contiguous() for x in (*tensors[:2], self.slot_mapping))):
+            raise ValueError("the tensors of AttentionMetadata must be contiguous along their last dimension")

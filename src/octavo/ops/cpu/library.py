@@ -86,6 +86,14 @@ def unavailable() -> str | None:
     return load()[1]
 
 
+@cache
+def torch_has_bfloat16_products() -> bool:
+    """Whether torch's own products use the bfloat16 instructions of this CPU (Linux says which it has)."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
+    return "avx512_bf16" in flags and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
 def prefers_interleaved(device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int) -> bool:
     """Whether the attention kernel that will run reads the interleaved order of `KVCache`."""
     suits = device.type == "cpu" and dtype == torch.bfloat16 and block_size % 16 == 0 and head_dim % 16 == 0

@@ -385,6 +385,25 @@ static const char* copy_last_rows(const char* x, int64_t rows, int64_t row_bytes
     return copy;
 }
 
+// Element j of the row that is `lane` of a tile, before the row's scale.
+static float element(const Weight& w, const char* tile, int64_t lane, int64_t j) {
+    if (w.kind == BF16) return to_float(((const bf16*)tile)[j / 2 * 32 + lane * 2 + j % 2]);
+    if (w.kind == W8A8) return float(((const uint8_t*)tile)[j / 4 * 64 + lane * 4 + j % 4] - 128);
+    const int64_t header = w.has_offset ? 64 : 32;
+    const char* group = tile + j / w.group * (header + w.group * (w.kind == INT4 ? 8 : 16));
+    const uint16_t* halves = (const uint16_t*)group;
+    const uint8_t* codes = (const uint8_t*)group + header;
+    j %= w.group;
+    int code;
+    if (w.kind == INT8) {
+        code = codes[j / 4 * 64 + lane * 4 + j % 4];
+    } else {
+        code = codes[j / 8 * 64 + lane * 4 + j % 4];
+        code = j % 8 < 4 ? code & 15 : code >> 4;
+    }
+    return _cvtsh_ss(halves[lane]) * float(code - w.zero) + (w.has_offset ? _cvtsh_ss(halves[16 + lane]) : 0.0f);
+}
+
 }  // namespace octavo
 
 using namespace octavo;
@@ -411,35 +430,12 @@ OCTAVO_EXPORT void octavo_linear(const Weight* w, const bf16* x, int64_t rows, v
 // out[i, :] = row ids[i] of the weight, dequantized; rows outside 0 .. n are zero.
 OCTAVO_EXPORT void octavo_rows(const Weight* w, const int64_t* ids, int64_t count, void* out, int32_t out_float) {
     const int64_t k = w->k;
-    const int64_t header = w->has_offset ? 64 : 32;
-    const int64_t block = header + w->group * (w->kind == INT4 ? 8 : 16);
     auto row = [&](int64_t i) {
-        const int64_t lane = ids[i] & 15;
-        const char* tile = w->data + (ids[i] >> 4) * w->tile_bytes;
         const bool valid = ids[i] >= 0 && ids[i] < w->n;
+        const char* tile = w->data + (ids[i] >> 4) * w->tile_bytes;
+        const float scale = valid && w->row_scale ? w->row_scale[ids[i]] : 1.0f;
         for (int64_t j = 0; j < k; j++) {
-            float value = 0;
-            if (!valid) {
-            } else if (w->kind == BF16) {
-                value = to_float(((const bf16*)tile)[(j / 2) * 32 + lane * 2 + j % 2]);
-            } else if (w->kind == W8A8) {
-                int code = ((const uint8_t*)tile)[(j / 4) * 64 + lane * 4 + j % 4];
-                value = float(code - 128) * w->row_scale[ids[i]];
-            } else {
-                const char* b = tile + (j / w->group) * block;
-                const int64_t g = j % w->group;
-                float scale = _cvtsh_ss(((const uint16_t*)b)[lane]);
-                float offset = w->has_offset ? _cvtsh_ss(((const uint16_t*)b)[16 + lane]) : 0.0f;
-                const uint8_t* codes = (const uint8_t*)b + header;
-                int code;
-                if (w->kind == INT8) {
-                    code = codes[(g / 4) * 64 + lane * 4 + g % 4];
-                } else {
-                    code = codes[(g / 8) * 64 + lane * 4 + g % 4];
-                    code = g % 8 < 4 ? code & 15 : code >> 4;
-                }
-                value = (scale * float(code - w->zero) + offset) * w->row_scale[ids[i]];
-            }
+            const float value = valid ? element(*w, tile, ids[i] & 15, j) * scale : 0.0f;
             if (out_float)
                 ((float*)out)[i * k + j] = value;
             else

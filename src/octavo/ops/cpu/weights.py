@@ -88,22 +88,21 @@ class CpuWeight(PackedWeight):
         return self.data.nbytes + (0 if self.row_scale is None else self.row_scale.nbytes)
 
     def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        if not x.is_contiguous():
-            x = x.contiguous()
-        rows = x.shape[0]
-        out = torch.empty((rows, self.shape[0]), dtype=out_dtype)
-        self._linear(
-            self.address,
-            x.data_ptr(),
-            rows,
-            out.data_ptr(),
-            out_dtype is torch.float32,
-            None if bias is None else bias.data_ptr(),
-        )
-        return out
+        rows, columns = x.shape
+        if columns != self.shape[1]:
+            raise ValueError(f"linear: x has {columns} columns, but the weight takes {self.shape[1]}")
+        if x.dtype is not torch.bfloat16 or not x.is_contiguous():
+            x = x.to(torch.bfloat16).contiguous()
+        if bias is not None:
+            bias = bias.to(torch.bfloat16)
+        as_float = out_dtype is not torch.bfloat16
+        out = torch.empty((rows, self.shape[0]), dtype=torch.float32 if as_float else torch.bfloat16)
+        bias_address = None if bias is None else bias.data_ptr()
+        self._linear(self.address, x.data_ptr(), rows, out.data_ptr(), as_float, bias_address)
+        return out if out.dtype is out_dtype else out.to(out_dtype)
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        ids = ids.contiguous()
+        ids = ids.to(torch.int64).contiguous()
         kernel_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
         out = torch.empty((*ids.shape, self.shape[1]), dtype=kernel_dtype)
         self._rows(self.address, ids.data_ptr(), ids.numel(), out.data_ptr(), kernel_dtype is torch.float32)
