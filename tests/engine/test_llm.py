@@ -210,6 +210,22 @@ def test_bad_settings_name_the_value_and_the_way_out(tiny_llama: Path) -> None:
         LLM(str(tiny_llama), kv_cache_memory_bytes=10)
 
 
+@pytest.mark.parametrize("quantization", ["int8", "w4a16"])
+def test_a_plain_checkpoint_is_quantized_while_loading(tiny_llama: Path, quantization: str) -> None:
+    with LLM(str(tiny_llama), dtype="float32") as llm:
+        plain = llm.engine.info.weight_bytes
+    with LLM(str(tiny_llama), dtype="float32", quantization=quantization) as llm:
+        assert llm.engine.info.weight_bytes < plain
+        assert len(llm.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 24
+
+
+def test_quantizing_what_is_quantized_is_refused(tiny_llama: Path, demo_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'int8', but .* holds quantized weights already.*octavo convert"):
+        LLM(str(demo_path), quantization="int8")
+    with pytest.raises(UserError, match="quantization is 'fp8'; it must be one of int8, w4a16"):
+        LLM(str(tiny_llama), quantization="fp8")
+
+
 def test_a_missing_tokenizer_is_found_before_the_weights_are_read(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((tiny_llama / "config.json").read_text())
     with pytest.raises(CheckpointError, match=r"holds no tokenizer.*--tokenizer"):

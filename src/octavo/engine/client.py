@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -47,7 +48,7 @@ class EngineClient:
     async def start(cls, config: EngineConfig) -> Self:
         """Start the process and wait until the model is loaded. Raises the engine's own error when it cannot start."""
         if config.max_prefill_tokens_with_decodes is None:
-            config.max_prefill_tokens_with_decodes = SERVING_PREFILL_TOKENS_WITH_DECODES
+            config = replace(config, max_prefill_tokens_with_decodes=SERVING_PREFILL_TOKENS_WITH_DECODES)
         folder = Path(tempfile.mkdtemp(prefix="octavo-"))  # mode 0700: nobody else can reach the socket
         address = f"ipc://{folder}/engine"
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)

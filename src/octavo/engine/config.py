@@ -23,7 +23,9 @@ class EngineConfig:
         "auto", "'dummy' builds random weights from config.json alone", choices=("auto", "dummy")
     )
     model_impl: str = setting("auto", "whose modules run the model", choices=("auto", "native", "transformers"))
-    quantization: str | None = setting(None, "quantize a plain checkpoint while loading (not available yet)")
+    quantization: str | None = setting(
+        None, "quantize a plain checkpoint while loading, by rounding to nearest", choices=("int8", "w4a16")
+    )
     max_model_len: int | str | None = setting(
         None, "context length in tokens, prompt and output together; 'auto' or -1 takes what fits", metavar="TOKENS"
     )
@@ -36,19 +38,23 @@ class EngineConfig:
     max_num_seqs: int | None = setting(None, "requests that run at the same time (default: 64 on a CPU)")
     max_num_batched_tokens: int | None = setting(None, "tokens computed in one step (default: 2048 on a CPU)")
     max_prefill_tokens_with_decodes: int | None = setting(
-        None, "prompt tokens in a step that also decodes, so that streams do not stall (default: 256 on a CPU)"
+        None,
+        "prompt tokens in a step that also decodes, so that streams go on (default: 128 in a server, else no cap)",
     )
     enable_prefix_caching: bool = setting(True, "share the KV blocks of common prefixes between requests")
     scheduling_policy: str = setting("fcfs", "who goes first", choices=("fcfs", "priority"))
     tensor_parallel_size: int = setting(1, "devices that share the model (more than 1 is not available yet)")
-    enforce_eager: bool = setting(False, "run without CUDA graphs (no effect on a CPU, which has none)")
+    enforce_eager: bool = setting(False, "run without CUDA graphs (no effect yet: nothing runs in one)")
     deterministic: bool = setting(False, "make tokens independent of the batch (not available yet)")
     seed: int = setting(0, "seed of requests that bring none")
 
     def __post_init__(self) -> None:
         for field in fields(self):
             choices, value = field.metadata["choices"], getattr(self, field.name)
-            _require(not choices or value in choices, field.name, value, f"one of {', '.join(choices or ())}")
+            is_unset = value is None and field.default is None
+            _require(
+                not choices or is_unset or value in choices, field.name, value, f"one of {', '.join(choices or ())}"
+            )
         _require(self.block_size in (8, 16, 32, 64, 128), "block_size", self.block_size, "one of 8, 16, 32, 64, 128")
         _require(
             0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]"
@@ -70,7 +76,6 @@ class EngineConfig:
             )
         _require(not isinstance(length, int) or length >= 1, "max_model_len", length, "at least 1, or 'auto'")
         _require(self.tensor_parallel_size == 1, "tensor_parallel_size", self.tensor_parallel_size, "1 in this version")
-        _require(self.quantization is None, "quantization", self.quantization, "None in this version; compress first")
         _require(not self.deterministic, "deterministic", self.deterministic, "False in this version")
 
     @classmethod

@@ -34,11 +34,11 @@ class Engine:
         loaded = load(config)
         plan = plan_kv_cache(config, loaded.groups, loaded.model.max_position, loaded.free_bytes)
         max_num_seqs = config.max_num_seqs or CPU_MAX_NUM_SEQS
-        max_tokens = config.max_num_batched_tokens or CPU_MAX_NUM_BATCHED_TOKENS
+        max_tokens = max(config.max_num_batched_tokens or CPU_MAX_NUM_BATCHED_TOKENS, max_num_seqs)
         self._scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max(max_tokens, max_num_seqs),
+                max_num_batched_tokens=max_tokens,
                 max_model_len=plan.max_model_len,
                 block_size=config.block_size,
                 enable_prefix_caching=config.enable_prefix_caching,

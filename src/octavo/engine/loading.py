@@ -39,7 +39,14 @@ def load(config: EngineConfig) -> LoadedModel:
     dtype = _pick_dtype(config.dtype, device)
     checkpoint = open_checkpoint(config.model, load_format=config.load_format, seed=config.seed)
     length = config.max_model_len if isinstance(config.max_model_len, int) else None
-    model = load_model(checkpoint, dtype=dtype, device=device, model_impl=config.model_impl, max_model_len=length)
+    model = load_model(
+        checkpoint,
+        dtype=dtype,
+        device=device,
+        model_impl=config.model_impl,
+        quantization=config.quantization,
+        max_model_len=length,
+    )
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
     specs = [replace(spec, bytes_per_element=kv_dtype.itemsize) for spec in model.kv_cache_specs()]
     return LoadedModel(

@@ -35,7 +35,7 @@ class PerplexityConfig:
     json: str | None = setting(None, "File to write the result to.")
     dtype: str = setting("auto", "Computation type: auto, float32, bfloat16 or float16.")
     device: str = setting("auto", "Device: auto, cpu or cuda.")
-    quantization: str | None = setting(None, "Quantize a plain checkpoint on load: fp8, int8 or w4a16.")
+    quantization: str | None = setting(None, "Quantize a plain checkpoint on load: int8 or w4a16.")
     model_impl: str = setting("auto", "Model code: native, transformers or auto.")
     batch_size: int = setting(4, "Windows that are computed together.")
     seed: int = setting(0, "Seed of the confidence interval's resampling.")

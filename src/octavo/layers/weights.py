@@ -7,6 +7,7 @@ from torch import Tensor
 
 from octavo.checkpoint.base import Checkpoint
 from octavo.checkpoint.quantized import QuantizedWeight
+from octavo.errors import UserError
 from octavo.layers.quantize import quantize_weight
 
 Weight = Tensor | QuantizedWeight
@@ -39,9 +40,18 @@ class WeightSource:
         return self.checkpoint.tensor(name, shape).to(device=self.device, dtype=self.dtype)
 
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
-        """The weight [out, in] of a linear module, quantized where the checkpoint (or `quantization`) has it so."""
+        """The weight [out, in] of a linear module, quantized where the checkpoint (or `quantization`) has it so.
+
+        UserError where both would.
+        """
         value = self.checkpoint.weight(module, shape)
         if isinstance(value, QuantizedWeight):
+            if self.quantization is not None:
+                raise UserError(
+                    f"quantization is {self.quantization!r}, but {self.checkpoint.path} holds quantized weights "
+                    f"already ({module}); leave it out, or make a plain checkpoint first with `octavo convert`",
+                    param="quantization",
+                )
             return value
         if self.quantization is not None:
             return quantize_weight(value, self.quantization)
