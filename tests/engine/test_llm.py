@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.engine.config import EngineConfig
+from octavo.engine.memory import step_limits
 from octavo.errors import CapacityError, CheckpointError, ModelNotFoundError, UserError
 
 PROMPTS = ["Hello there", "The quick brown fox jumps over the lazy dog. " * 4, "a", "1 2 3 4 5 6 7 8 9"]
@@ -204,10 +206,25 @@ def test_bad_settings_name_the_value_and_the_way_out(tiny_llama: Path) -> None:
         LLM(str(tiny_llama), max_modle_len=5)
     with pytest.raises(UserError, match="tensor_parallel_size is 2"):
         LLM(str(tiny_llama), tensor_parallel_size=2)
+    with pytest.raises(UserError, match="max_num_batched_tokens is 4; it must be at least max_num_seqs = 8"):
+        LLM(str(tiny_llama), max_num_batched_tokens=4, max_num_seqs=8)
     with pytest.raises(UserError, match="dtype is 'fp4'; it must be one of auto, float32"):
         LLM(str(tiny_llama), dtype="fp4")
     with pytest.raises(CapacityError, match=r"of 10 bytes holds a sequence of 0 tokens.* at least \d+$"):
         LLM(str(tiny_llama), kv_cache_memory_bytes=10)
+
+
+@pytest.mark.parametrize(
+    ("given", "limits"),
+    [
+        ({}, (64, 2048)),
+        ({"max_num_batched_tokens": 16}, (16, 16)),
+        ({"max_num_seqs": 3000}, (3000, 3000)),
+        ({"max_num_batched_tokens": 100, "max_num_seqs": 2}, (2, 100)),
+    ],
+)
+def test_a_limit_that_is_given_is_kept_and_the_other_default_gives_way(given, limits) -> None:
+    assert step_limits(EngineConfig(**given)) == limits
 
 
 @pytest.mark.parametrize("quantization", ["int8", "w4a16"])

@@ -67,6 +67,11 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "at least 1")
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        _require(
+            seqs is None or tokens is None or seqs <= tokens,
+            "max_num_batched_tokens", tokens, f"at least max_num_seqs = {seqs}: each running request takes one a step",
+        )  # fmt: skip
         if self.max_model_len == -1:  # vLLM's other spelling
             self.max_model_len = "auto"
         length = self.max_model_len

@@ -13,7 +13,7 @@ from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler, SchedulerConfig, Step
 from octavo.engine.config import EngineConfig
 from octavo.engine.loading import LoadedModel, load
-from octavo.engine.memory import CPU_MAX_NUM_BATCHED_TOKENS, CPU_MAX_NUM_SEQS, KVCachePlan, plan_kv_cache
+from octavo.engine.memory import KVCachePlan, plan_kv_cache, step_limits
 from octavo.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats
 from octavo.engine.outputs import Logprobs
 from octavo.engine.runner import Runner, StepResult
@@ -33,8 +33,7 @@ class Engine:
         begin = time.perf_counter()
         loaded = load(config)
         plan = plan_kv_cache(config, loaded.groups, loaded.model.max_position, loaded.free_bytes)
-        max_num_seqs = config.max_num_seqs or CPU_MAX_NUM_SEQS
-        max_tokens = max(config.max_num_batched_tokens or CPU_MAX_NUM_BATCHED_TOKENS, max_num_seqs)
+        max_num_seqs, max_tokens = step_limits(config)
         self._scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=max_num_seqs,

@@ -39,7 +39,7 @@ def plan_kv_cache(config: EngineConfig, groups: list[CacheGroup], max_position: 
     length = wanted if isinstance(wanted, int) else max_position
     budget = config.kv_cache_memory_bytes
     if budget is None:
-        full = (config.max_num_seqs or CPU_MAX_NUM_SEQS) * blocks_of(groups, config, length) + 1
+        full = step_limits(config)[0] * blocks_of(groups, config, length) + 1
         budget = min(free_bytes, CPU_KV_CACHE_BYTES, full * block_bytes)
     num_blocks = budget // block_bytes
     fits = longest_that_fits(groups, config, num_blocks - 1, length)
@@ -62,9 +62,17 @@ def plan_kv_cache(config: EngineConfig, groups: list[CacheGroup], max_position: 
     )
 
 
+def step_limits(config: EngineConfig) -> tuple[int, int]:
+    """(max_num_seqs, max_num_batched_tokens). Where one was not given, its default gives way to the one that was."""
+    seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    if seqs is None:
+        seqs = min(CPU_MAX_NUM_SEQS, tokens or CPU_MAX_NUM_SEQS)
+    return seqs, max(CPU_MAX_NUM_BATCHED_TOKENS, seqs) if tokens is None else tokens
+
+
 def blocks_of(groups: list[CacheGroup], config: EngineConfig, length: int) -> int:
     """Blocks that one sequence of `length` tokens holds at most, over all groups."""
-    in_flight = config.max_num_batched_tokens or CPU_MAX_NUM_BATCHED_TOKENS
+    in_flight = step_limits(config)[1]
     return sum(g.spec.behaviour.max_blocks(g.spec, length, in_flight, config.block_size) for g in groups)
 
 
