@@ -36,6 +36,7 @@ def kernels() -> list[Extension]:
         return []
     flags = [
         "-O3",
+        "-g0",
         "-std=c++17",
         "-fopenmp",
         "-fvisibility=hidden",
