@@ -39,7 +39,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = setting(None, "tokens computed in one step (default: 2048 on a CPU)")
     max_prefill_tokens_with_decodes: int | None = setting(
         None,
-        "prompt tokens in a step that also decodes, so that streams go on (default: 128 in a server, else no cap)",
+        "prompt tokens in a step that also decodes, so that streams go on (default: 64 in a server, else no cap)",
     )
     enable_prefix_caching: bool = setting(True, "share the KV blocks of common prefixes between requests")
     scheduling_policy: str = setting("fcfs", "who goes first", choices=("fcfs", "priority"))
