@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from octavo import LLM, SamplingParams
@@ -99,3 +100,15 @@ def test_the_engine_dies_with_its_parent(tiny_llama: Path) -> None:
         await until(lambda: client._process.poll() is not None, 5)
 
     run(EngineConfig(model=str(tiny_llama)), body)
+
+
+def test_a_start_that_is_cancelled_leaves_nothing_behind(tiny_llama: Path) -> None:
+    async def main() -> None:
+        starting = asyncio.create_task(EngineClient.start(EngineConfig(model=str(tiny_llama))))
+        await asyncio.sleep(0.3)  # the engine process imports torch now, and reads no message yet
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(starting, 10)
+        assert not psutil.Process().children()
+
+    asyncio.run(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,7 @@ class EngineClient:
         self._slowest_step = 0.0
         self._tasks: list[asyncio.Task[None]] = []
         self._is_dead = False
+        self._is_ready = False
         self.info: EngineInfo
 
     @classmethod
@@ -131,13 +133,13 @@ class EngineClient:
         for task in self._tasks:
             task.cancel()
         self._mark_dead()
-        if self._process.poll() is None:
-            self._socket.send(encode(ToEngine(is_shutdown=True)))
-            try:
+        if self._process.poll() is None and self._is_ready:
+            await self._send(ToEngine(is_shutdown=True))
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, 3)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                await asyncio.to_thread(self._process.wait)
+        if self._process.poll() is None:  # it loads still, and reads no message before that, or it is stuck
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._socket.close(linger=0)
@@ -155,6 +157,7 @@ class EngineClient:
             raise _rebuild(message.failure)
         assert message.info is not None
         self.info = message.info
+        self._is_ready = True
         self._stats = message.stats or self._stats
         self._heard = time.monotonic()
 
