@@ -62,6 +62,22 @@ def test_groups(n: int, k: int, group: int | None, kind: str) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("kind", ["dense", "4s", "8a"])
+@pytest.mark.parametrize("rows", [513, 545, 1025])
+def test_many_rows_are_cut_into_blocks(kind: str, rows: int) -> None:
+    """K = 4096 makes blocks of 256 rows; a rest of one row goes with the block before it."""
+    generator = torch.Generator().manual_seed(rows)
+    weight: Tensor | QuantizedWeight = torch.randn(40, 4096, generator=generator).bfloat16()
+    if kind != "dense":
+        weight = quantized(40, 4096, kind, None if kind == "8a" else 128, generator)
+    packed = ops.pack_weight(weight, torch.bfloat16)
+    x = torch.randn(rows, 4096, generator=generator).bfloat16()
+    expected = torch.cat([ops.linear(part, packed, out_dtype=torch.float32) for part in x.split(100)])
+    assert relative_error(ops.linear(x, packed, out_dtype=torch.float32), expected) < 4e-3
+    assert relative_error(ops.linear(x, packed)[-1:], expected[-1:]) < 8e-3
+
+
+@needs_kernels
 @pytest.mark.parametrize("kind", ["4s", "8s"])
 def test_few_rows_keep_more_than_bfloat16(kind: str) -> None:
     """Below the threshold codes and bfloat16 scales are exact, and x keeps 16 bits below the largest of its group."""

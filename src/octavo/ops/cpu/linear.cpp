@@ -336,11 +336,9 @@ static void quantize_row(const bf16* x, int64_t k, int8_t* codes, float* scale, 
 
 // ---------------------------------------------------------------- entry
 
-void linear_tiles(const Task& t, int64_t first, int64_t last) {
+static void linear_row_block(const Task& t, int64_t first, int64_t last) {
     const Weight& w = *t.w;
     const bool amx = uses_amx(t);
-    std::optional<TileRegisters> registers;
-    if (amx) registers.emplace(false);
     if (w.kind == INT4) return group_tiles<Int4>(t, first, last);
     if (w.kind == INT8) return group_tiles<Int8>(t, first, last);
     for_vector_blocks(last - first, [&](int64_t tile, auto nb) {
@@ -355,6 +353,34 @@ void linear_tiles(const Task& t, int64_t first, int64_t last) {
             with_rows(count, [&](auto mb) { w8a8_block<mb.value, NB>(t, row, first + tile); });
         });
     });
+}
+
+// Bytes of x that stay in the second-level cache while the tiles pass by; many more rows are cut into blocks of this size.
+constexpr int64_t ROW_BLOCK_BYTES = 1 << 20;
+
+void linear_tiles(const Task& t, int64_t first, int64_t last) {
+    const Weight& w = *t.w;
+    const int64_t row_bytes = w.k * (w.kind == W8A8 ? 1 : 2);
+    const int64_t most = std::max<int64_t>(256, ROW_BLOCK_BYTES / row_bytes);
+    const int64_t blocks = (t.rows + most - 1) / most;
+    const int64_t step = (t.rows / std::max<int64_t>(1, blocks) + 31) / 32 * 32;  // what last_rows counts in
+    std::optional<TileRegisters> registers;
+    if (uses_amx(t)) registers.emplace(false);
+    if (blocks <= 1) return linear_row_block(t, first, last);
+    for (int64_t row = 0, rows; row < t.rows; row += rows) {
+        // No small rest: few rows would take another way through the kernels, for which x was not prepared.
+        rows = t.rows - row < step * 3 / 2 ? t.rows - row : step;
+        Task block = t;
+        block.rows = rows;
+        block.x = t.x + row * w.k;
+        block.out = (char*)t.out + row * w.n * (t.out_float ? 4 : 2);
+        if (w.kind == W8A8) {
+            block.codes = t.codes + row * w.k;
+            block.x_scale = t.x_scale + row;
+            block.x_sum = t.x_sum + row;
+        }
+        linear_row_block(block, first, last);
+    }
 }
 
 void reserve_quantized(Task& t, LinearScratch& memory) {
