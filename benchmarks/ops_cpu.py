@@ -24,6 +24,7 @@ from octavo import ops
 from octavo.checkpoint.quantized import QuantizedWeight
 from octavo.checkpoint.scheme import ActivationScheme, WeightScheme
 from octavo.ops import reference
+from octavo.ops.cpu import library
 from octavo.ops.packed_weight import TorchDense, TorchQuantized
 
 BLOCK_SIZE = 16
@@ -66,8 +67,9 @@ def best_seconds(call: Callable[[int], object], inner: int, budget: float = 0.4)
 
 
 def measure_limits() -> Limits:
-    buffer = torch.ones(2**27)  # 512 MiB
-    read = buffer.nbytes / best_seconds(lambda _: buffer.sum(), 1, 1.0)
+    buffer = torch.ones(2**28)  # 1 GiB, more than the largest caches
+    has_kernels = library.unavailable() is None
+    read = buffer.nbytes / best_seconds(lambda _: library.read(buffer) if has_kernels else buffer.sum(), 1, 2.0)
     a, b = torch.randn(2, 2048, 2048).bfloat16()
     return Limits(read, 2 * 2048**3 / best_seconds(lambda _: a @ b, 1, 1.0))
 

@@ -105,6 +105,11 @@ def test_torch_limited_to_avx2_changes_nothing() -> None:
 
 
 @needs_kernels
+def test_read_visits_every_byte() -> None:
+    assert library.read(torch.ones(3 * 2**16, dtype=torch.int64)) == 3 * 2**16
+
+
+@needs_kernels
 def test_one_openmp_runtime_is_mapped() -> None:
     """Two copies would mean two pools of threads on the same cores."""
     script = "from octavo import ops\nprint(len({l.split()[-1] for l in open('/proc/self/maps') if 'libgomp' in l}))"

@@ -28,4 +28,4 @@ OCTAVO_EXPORT int32_t octavo_cpu_level() {
 }
 
 // Changes with the C interface, so that a stale build is noticed instead of crashing.
-OCTAVO_EXPORT int32_t octavo_abi_version() { return 3; }
+OCTAVO_EXPORT int32_t octavo_abi_version() { return 4; }

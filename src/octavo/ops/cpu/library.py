@@ -14,8 +14,9 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 MAX_HEAD_DIM = 512  # as in common.h
 DISABLE_VARIABLE = "OCTAVO_DISABLE_CPU_KERNELS"
 
@@ -28,6 +29,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "octavo_gelu_tanh_mul": [c_void_p, c_void_p, c_int64, c_int64],
     "octavo_rotary_and_store": [*[c_void_p] * 6, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_float, c_int32],
     "octavo_decoder_layer": [*[c_void_p] * 5, c_int32],
+    "octavo_read": [c_void_p, c_int64],
     "octavo_store_kv": [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64],
     "octavo_paged_attention": [
         *[c_void_p] * 6,
@@ -63,7 +65,7 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = arguments
-        function.restype = None
+        function.restype = c_int64 if name == "octavo_read" else None
     return library, None
 
 
@@ -84,6 +86,13 @@ def level() -> int:
 def unavailable() -> str | None:
     """Why the kernels cannot be used in this process, or None."""
     return load()[1]
+
+
+def read(buffer: Tensor) -> int:
+    """Read a CPU tensor once with all threads, as the products read weights; for the limits in benchmarks/ops_cpu.py."""
+    library = load()[0]
+    assert library is not None
+    return int(library.octavo_read(buffer.data_ptr(), buffer.nbytes))
 
 
 @cache
