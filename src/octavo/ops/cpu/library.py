@@ -89,7 +89,7 @@ def unavailable() -> str | None:
 
 
 def read(buffer: Tensor) -> int:
-    """Read a CPU tensor once with all threads, as the products read weights; for the limits in benchmarks/ops_cpu.py."""
+    """Read a CPU tensor once with all threads, as the products read weights; for the limits of the benchmarks."""
     library = load()[0]
     assert library is not None
     return int(library.octavo_read(buffer.data_ptr(), buffer.nbytes))
