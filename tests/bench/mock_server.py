@@ -180,8 +180,8 @@ class MockServer:
             event: dict[str, Any] = {"id": "x", "choices": [choice]}
             if how.usage and served.body.get("stream_options", {}).get("continuous_usage_stats"):
                 event["usage"] = {"prompt_tokens": 5, "completion_tokens": sent}
+            served.sent_ns.append(perf_counter_ns())  # before it is written: a reader cannot have it any earlier
             await self._event(writer, how, event)
-            served.sent_ns.append(perf_counter_ns())
             if writer.transport.is_closing():
                 raise ConnectionResetError
         if how.usage:
