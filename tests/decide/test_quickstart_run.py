@@ -63,7 +63,7 @@ class Recorder(ServerProcess):
 def servers(monkeypatch):
     Recorder.started = []
     monkeypatch.setattr(module, "ServerProcess", Recorder)
-    monkeypatch.setenv("OCTAVO_KV_CACHE_MEMORY_BYTES", "64MiB")
+    monkeypatch.setenv("OCTAVO_KV_CACHE_MEMORY_BYTES", "256MiB")
     return Recorder.started
 
 
