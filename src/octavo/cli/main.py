@@ -73,7 +73,7 @@ def _dispatch(words: list[str]) -> int:
         print(overview())
         return EXIT_OK if words else EXIT_USAGE
     if words[0] in ("--version", "-V", "version"):
-        from octavo import __version__
+        from octavo.version import __version__
 
         print(f"octavo {__version__}")
         return EXIT_OK

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from octavo import __version__
 from octavo.bench.slo import Slo
 from octavo.decide import steps
 from octavo.decide.config import QuickstartConfig
@@ -29,6 +28,7 @@ from octavo.decide.server_process import ServerProcess
 from octavo.decide.verdict import Verdict, advise, check_load, check_perplexity, check_size
 from octavo.errors import UserError
 from octavo.machine import cpu_name
+from octavo.version import __version__
 
 KV_GAUGES = ("num_requests_running", "kv_cache_usage_perc")
 SAMPLE_SECONDS = 0.1

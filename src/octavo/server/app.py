@@ -10,7 +10,6 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from octavo import __version__
 from octavo.errors import OctavoError
 from octavo.server import protocol, refused, tokenize
 from octavo.server.auth import KeyRing
@@ -24,6 +23,7 @@ from octavo.server.middleware import App, Gate
 from octavo.server.parse import Parsed, T, parse_request
 from octavo.server.replies import explain
 from octavo.server.state import ServerState
+from octavo.version import __version__
 
 _UNSUPPORTED = {
     protocol.ChatCompletionRequest: refused.CHAT,

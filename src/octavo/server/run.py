@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from octavo import __version__
 from octavo.engine.client import EngineClient
 from octavo.engine.config import EngineConfig
 from octavo.errors import EngineDeadError
 from octavo.server.config import ServerConfig, load_template
 from octavo.server.listener import address_of, bind, cannot_listen
+from octavo.version import __version__
 
 if TYPE_CHECKING:
     from octavo.server.middleware import App

@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo import __version__
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.answers import split_params
 from octavo.engine.client import EngineClient
@@ -22,6 +21,7 @@ from octavo.server.params import ParamsBuilder, sampling_defaults
 from octavo.server.protocol import SamplingFields
 from octavo.server.templates import ChatRenderer
 from octavo.server.tokens import TextCodec
+from octavo.version import __version__
 
 logger = logging.getLogger("octavo.server")
 
