@@ -173,11 +173,13 @@ def random_case(seed: int) -> None:
     assert relative_error(out, from_float32) < 2e-2
 
 
+@needs_kernels
 @pytest.mark.parametrize("seed", range(40))
 def test_kernels_are_the_reference(seed: int) -> None:
     random_case(seed)
 
 
+@needs_kernels
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40, 400))
 def test_kernels_are_the_reference_on_many_shapes(seed: int) -> None:
