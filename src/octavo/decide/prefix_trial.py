@@ -35,10 +35,11 @@ GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 @dataclass
 class Answer:
-    """One streamed answer: seconds to its first token and to its end."""
+    """One streamed answer: when it was asked (seconds since its round began), seconds to its first token and its end."""
 
     question: str
     text: str
+    asked_s: float
     first_token_s: float
     total_s: float
 
@@ -92,7 +93,7 @@ def _round(url: str, model: str, name: str, systems: list[str]) -> Round:
     before = _counters(url)
     begin = time.monotonic()
     with MetricsSampler(url, GAUGES + COUNTERS) as sampler:
-        answers = asyncio.run(_ask_all(url, model, systems))
+        answers = asyncio.run(_ask_all(url, model, systems, begin))
     seconds = time.monotonic() - begin
     return Round(name, seconds, before, _counters(url), sampler.samples, answers)
 
@@ -102,16 +103,17 @@ def _counters(url: str) -> dict[str, float]:
     return {name: seen.get(name, 0.0) for name in COUNTERS}
 
 
-async def _ask_all(url: str, model: str, systems: list[str]) -> list[Answer]:
+async def _ask_all(url: str, model: str, systems: list[str], origin: float) -> list[Answer]:
     async with httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(10.0, read=PATIENCE_SECONDS)) as client:
         pairs = zip(systems, QUESTIONS, strict=True)
         try:
-            return list(await asyncio.gather(*(_ask(client, model, system, question) for system, question in pairs)))
+            asked = (_ask(client, model, system, question, origin) for system, question in pairs)
+            return list(await asyncio.gather(*asked))
         except httpx.HTTPError as error:
             raise OctavoError(f"a question to {url} failed: {type(error).__name__} {error}") from error
 
 
-async def _ask(client: httpx.AsyncClient, model: str, system: str, question: str) -> Answer:
+async def _ask(client: httpx.AsyncClient, model: str, system: str, question: str, origin: float) -> Answer:
     body: dict[str, Any] = {
         "model": model,
         "messages": [{"role": "system", "content": system}, {"role": "user", "content": question}],
@@ -131,4 +133,4 @@ async def _ask(client: httpx.AsyncClient, model: str, system: str, question: str
                 first = first or time.monotonic()
                 parts.append(piece)
     end = time.monotonic()
-    return Answer(question, "".join(parts), (first or end) - begin, end - begin)
+    return Answer(question, "".join(parts), begin - origin, (first or end) - begin, end - begin)
