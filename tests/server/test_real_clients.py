@@ -6,11 +6,13 @@ made for the session.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +30,25 @@ PACKAGES = {
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
-def peer(folder: Path, name: str) -> Path:
-    """The `bin` folder of an environment with the peer; skips when it cannot be installed."""
+@pytest.fixture(scope="session")
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The `bin` folder of an environment with the peer of that name; skips when it cannot be installed."""
     ready = os.environ.get("OCTAVO_TEST_PEERS")
-    if ready:
-        return Path(ready) / name / "bin"
-    environment = folder / name
-    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
-    command = [str(environment / "bin/pip"), "install", "-q", *PACKAGES[name]]
-    installed = subprocess.run(command, capture_output=True, text=True)
-    if installed.returncode:
-        pytest.skip(f"{name} cannot be installed here: {installed.stderr[-300:]}")
-    return environment / "bin"
+    folder = Path(ready) if ready else tmp_path_factory.mktemp("peers")
+
+    @functools.cache  # GuideLLM is used by two tests and takes minutes to install
+    def reason_not_installed(name: str) -> str:
+        subprocess.run([sys.executable, "-m", "venv", str(folder / name)], check=True)
+        command = [str(folder / name / "bin/pip"), "install", "-q", *PACKAGES[name]]
+        installed = subprocess.run(command, capture_output=True, text=True)
+        return installed.stderr[-300:] if installed.returncode else ""
+
+    def bin_folder(name: str) -> Path:
+        if not ready and (reason := reason_not_installed(name)):
+            pytest.skip(f"{name} cannot be installed here: {reason}")
+        return folder / name / "bin"
+
+    return bin_folder
 
 
 def run(command: list[str], **environment: str) -> str:
@@ -48,7 +57,7 @@ def run(command: list[str], **environment: str) -> str:
     return done.stdout
 
 
-def test_lm_eval_scores_through_the_server(server: RunningServer, tmp_path: Path) -> None:
+def test_lm_eval_scores_through_the_server(server: RunningServer, peer: Callable[[str], Path], tmp_path: Path) -> None:
     documents = [{"query": f"Item {i}:", "choices": ["yes", "never"], "gold": i % 2} for i in range(6)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, documents)))
     task: dict[str, Any] = {
@@ -66,7 +75,7 @@ def test_lm_eval_scores_through_the_server(server: RunningServer, tmp_path: Path
     model = f"base_url={server.url}/v1/completions,model=tiny,max_length=512,tokenizer_backend=remote"
     arguments = ["--model", "local-completions", "--model_args", model, "--tasks", "octavo_choice"]
     arguments += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"), "--log_samples"]
-    run([str(peer(tmp_path, "lmeval") / "lm_eval"), *arguments], **OFFLINE)
+    run([str(peer("lmeval") / "lm_eval"), *arguments], **OFFLINE)
     samples = [json.loads(line) for line in next((tmp_path / "out").rglob("samples_*.jsonl")).read_text().splitlines()]
     assert len(samples) == 6
     for sample in samples:
@@ -86,22 +95,24 @@ def continuation_logprob(server: RunningServer, context: str, continuation: str)
 
 
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
-def test_guidellm_measures_the_server(server: RunningServer, tiny_llama: Path, tmp_path: Path, route: str) -> None:
+def test_guidellm_measures_the_server(
+    server: RunningServer, peer: Callable[[str], Path], tiny_llama: Path, tmp_path: Path, route: str
+) -> None:
     report = tmp_path / "report.json"
     arguments = ["--backend", f"kind=openai_http,target={server.url},request_format={route}"]
     arguments += ["--profile", "kind=concurrent,streams=3", "--constraint", "kind=max_requests,count=6"]
     arguments += ["--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8"]
     arguments += ["--tokenizer", f"kind=huggingface_auto,model={tiny_llama}", "--output", f"kind=json,path={report}"]
-    run([str(peer(tmp_path, "guidellm") / "guidellm"), "run", *arguments, "--disable-console-interactive"], **OFFLINE)
+    run([str(peer("guidellm") / "guidellm"), "run", *arguments, "--disable-console-interactive"], **OFFLINE)
     metrics = json.loads(report.read_text())["benchmarks"][0]["metrics"]
     assert metrics["request_totals"]["successful"] == 6
     assert metrics["request_totals"]["errored"] == 0
     assert metrics["output_token_count"]["successful"]["mean"] == 8
 
 
-def test_vllm_router_forwards_to_the_server(server: RunningServer, tmp_path: Path) -> None:
+def test_vllm_router_forwards_to_the_server(server: RunningServer, peer: Callable[[str], Path], tmp_path: Path) -> None:
     port, metrics_port = free_port(), free_port()
-    command = [str(peer(tmp_path, "router") / "vllm-router"), "--worker-urls", server.url, "--host", "127.0.0.1"]
+    command = [str(peer("router") / "vllm-router"), "--worker-urls", server.url, "--host", "127.0.0.1"]
     command += ["--port", str(port), "--prometheus-port", str(metrics_port), "--policy", "cache_aware"]
     with (tmp_path / "log").open("wb") as log:
         router = subprocess.Popen(command, stdout=log, stderr=log)
