@@ -123,7 +123,8 @@ def test_reading_equals_the_package(arguments: dict[str, Any]) -> None:
     expected = compressor.decompress(dict(compressed), scheme)["weight"]
     tensors = {f"m.{name}": tensor for name, tensor in compressed.items()}
     found = reader_of({"targets": ["Linear"], "weights": arguments}, tensors).read("m")
-    assert isinstance(found, QuantizedWeight) == (not is_float and arguments["num_bits"] in (4, 8))
+    stays = arguments["strategy"] in ("tensor", "channel") if is_float else arguments["num_bits"] in (4, 8)
+    assert isinstance(found, QuantizedWeight) == stays
     dense = found.dequantize() if isinstance(found, QuantizedWeight) else found
     torch.testing.assert_close(dense, expected.float(), rtol=1e-6, atol=1e-6)
 

@@ -94,6 +94,43 @@ def test_int8_activations_stay_within_their_rounding(tmp_path: Path) -> None:
     assert_close_everywhere(load(tmp_path), reference, 0.15)
 
 
+@pytest.mark.parametrize(("strategy", "dynamic"), [("channel", True), ("tensor", False), ("channel", None)])
+def test_float8_checkpoints(strategy: str, dynamic: bool | None, tmp_path: Path) -> None:
+    """Dynamic tokens, a static scale (which is not used) and float8 weights alone, as LLM Compressor writes them."""
+    reference = save_random(LlamaConfig(**SIZES), tmp_path, std=0.15)
+    writer = ShardWriter(tmp_path)
+    for name, parameter in reference.named_parameters():
+        if not name.endswith("_proj.weight"):
+            writer.add(name, parameter.data)
+            continue
+        largest = parameter.data.abs().amax(None if strategy == "tensor" else 1, keepdim=True)
+        scale = largest / 448
+        codes = (parameter.data / scale).to(torch.float8_e4m3fn)
+        parameter.data = codes.float() * scale
+        writer.add(name, codes)
+        writer.add(f"{name}_scale", scale.flatten() if strategy == "tensor" else scale)
+        if dynamic is False:
+            writer.add(f"{name.removesuffix('weight')}input_scale", torch.tensor([0.5]))
+    writer.close()
+    eight = {"num_bits": 8, "type": "float", "symmetric": True}
+    tokens = None
+    if dynamic is not None:
+        tokens = eight | {"strategy": "token" if dynamic else "tensor", "dynamic": dynamic}
+    group = {"targets": ["Linear"], "weights": eight | {"strategy": strategy}, "input_activations": tokens}
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load(tmp_path)
+    kinds = {packed.input_kind for layer in model.layers for packed in layer.attention.qkv.packed}
+    assert kinds == {None if dynamic is None else "fp8"}
+    assert_close_everywhere(model, reference, 1e-3 if dynamic is None else 0.4)
+
+
 def assert_close_everywhere(model: Any, reference: Any, tolerance: float) -> None:
     check_all_schedules(model, reference, length=60, tolerance=tolerance)
 
@@ -116,7 +153,7 @@ def test_quantized_weights_are_kept_quantized(tmp_path: Path) -> None:
         assert load(tmp_path, model_impl=route).weight_bytes() < 0.5 * plain
 
 
-@pytest.mark.parametrize(("quantization", "tolerance"), [("int8", 0.05), ("w4a16", 0.6)])
+@pytest.mark.parametrize(("quantization", "tolerance"), [("int8", 0.05), ("fp8", 0.4), ("w4a16", 0.6)])
 @pytest.mark.parametrize("route", ["native", "transformers"])
 def test_quantization_on_load(quantization: str, tolerance: float, route: str, tmp_path: Path) -> None:
     reference = save_random(LlamaConfig(**SIZES), tmp_path, std=0.15)

@@ -197,6 +197,60 @@ def test_float32_goes_through_torch(kind: str) -> None:
     torch.testing.assert_close(y, x @ expected_weight.T + bias, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", [None, "fp8"])
+def test_float8_weights(kind: str | None) -> None:
+    generator = torch.Generator().manual_seed(16)
+    activations = None if kind is None else ActivationScheme(type="float")
+    scheme = WeightScheme(8, "float", True, "channel", None, activations)
+    codes = (torch.randn(33, 64, generator=generator) * 100).to(torch.float8_e4m3fn)
+    weight = QuantizedWeight(scheme, (33, 64), codes, torch.rand(33, 1, generator=generator).bfloat16())
+    packed = ops.pack_weight(weight, torch.float32)
+    assert packed.input_kind == kind
+    x = torch.randn(5, 64, generator=generator)
+    bias = torch.randn(33, generator=generator)
+    rounded = x
+    if kind == "fp8":
+        rows, scale = reference.quantize_rows(x, "fp8")
+        rounded = rows.float() * scale
+        assert not torch.equal(rounded, x)
+        residual = torch.randn(5, 33, generator=generator)
+        total = residual + ops.linear(x, packed, bias)
+        assert packed.linear_quantized(rows, scale, bias, torch.float32, residual) is residual
+        torch.testing.assert_close(residual, total, rtol=1e-5, atol=1e-4)
+    expected = rounded @ weight.dequantize(torch.float32).T + bias
+    torch.testing.assert_close(ops.linear(x, packed, bias), expected, rtol=1e-5, atol=1e-3)
+    ids = torch.tensor([[0, 32], [7, 7]])
+    assert torch.equal(packed.rows(ids, torch.float32), weight.dequantize(torch.float32)[ids])
+
+
+def test_rounding_of_rows_to_eight_bits() -> None:
+    """Against the numbers by hand; `test_rounding_of_rows_equals_the_package` compares with compressed-tensors."""
+    x = torch.tensor([[127.5, -127.5, 0.5, 1.5, -2.5], [0, 0, 0, 0, 0]])
+    codes, scale = reference.quantize_rows(x)
+    assert codes.tolist() == [[127, -128, 0, 2, -2], [0] * 5]
+    assert scale[0].item() == 1
+    codes, scale = reference.quantize_rows(torch.tensor([[448.0, -447, 17, 19, 0.001], [0, 0, 0, 0, 0]]), "fp8")
+    assert codes.float().tolist() == [[448, -448, 16, 20, 2**-9], [0] * 5]
+    assert scale[0].item() == 1
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_rounding_of_rows_equals_the_package(kind: str) -> None:
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales_and_zp
+
+    args = quantization.QuantizationArgs(
+        num_bits=8, type="float" if kind == "fp8" else "int", strategy="token", dynamic=True
+    )
+    x = torch.randn(2, 40, 96, generator=torch.Generator().manual_seed(17))
+    scale, zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Module())
+    expected = fake_quantize(x, scale, zero, args)
+    codes, ours = reference.quantize_rows(x, kind)
+    assert torch.equal(ours, scale)
+    assert torch.equal(codes.float() * ours, expected)
+
+
 def test_unserved_schemes_are_refused_by_name() -> None:
     generator = torch.Generator().manual_seed(12)
     weight = quantized(16, 32, "8s", 32, generator)
@@ -204,8 +258,11 @@ def test_unserved_schemes_are_refused_by_name() -> None:
     weight.scheme = WeightScheme(8, "int", True, "group", 32, four_bits)
     with pytest.raises(UserError, match=r"activations with .* have no kernel"):
         ops.pack_weight(weight, torch.bfloat16)
-    weight.scheme = WeightScheme(8, "float", True, "channel")
-    with pytest.raises(UserError, match="type float with 8 bits"):
+    weight.scheme = WeightScheme(8, "float", True, "channel", None, ActivationScheme())
+    with pytest.raises(UserError, match="have no kernel for float weights"):
+        ops.pack_weight(weight, torch.bfloat16)
+    weight.scheme = WeightScheme(6, "float", True, "channel")
+    with pytest.raises(UserError, match="type float with 6 bits"):
         ops.pack_weight(weight, torch.bfloat16)
 
 

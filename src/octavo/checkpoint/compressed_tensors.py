@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from octavo.checkpoint.packing import packed_columns, packed_to_memory, unpack_codes
 from octavo.checkpoint.quantization_config import QuantizationConfig, QuantizationGroup
-from octavo.checkpoint.quantized import QuantizedWeight, pack_nibbles
+from octavo.checkpoint.quantized import QuantizedWeight, pack_nibbles, stays_quantized
 from octavo.checkpoint.scheme import WeightScheme
 from octavo.errors import CheckpointError, UnsupportedModelError
 
@@ -47,7 +48,10 @@ class CompressedReader:
         return any(self._source.has_stored(f"{module}.{part}") for part in ("weight_packed", "weight_scale"))
 
     def read(self, module: str) -> QuantizedWeight | Tensor:
-        """4 and 8 integer bits by group, channel or tensor stay quantized; the rest comes dense, in float32."""
+        """4 and 8 integer bits by group, channel or tensor, and E4M3 by channel or tensor, stay quantized.
+
+        The rest comes dense, in float32. A static `input_scale` is not read: inputs are scaled token by token.
+        """
         group = self.config.group_of(module)
         if group is None:
             raise CheckpointError(
@@ -57,8 +61,7 @@ class CompressedReader:
             return self._read_packed(module, group)
         weight = self._source.stored(f"{module}.weight")
         if weight.dtype in FLOAT8:
-            scale = self._source.stored(f"{module}.weight_scale")
-            return _scaled(module, weight.to(torch.float32), scale, group)
+            return self._read_float(module, weight, group)
         if weight.dtype != torch.int8:
             return weight  # fake-quantized: the values are already there
         rows, columns = weight.shape
@@ -66,6 +69,13 @@ class CompressedReader:
         return from_signed_codes(
             group.scheme, weight, scale, self._zero_point(module, group.scheme, rows, scale.shape[1])
         )
+
+    def _read_float(self, module: str, weight: Tensor, group: QuantizationGroup) -> QuantizedWeight | Tensor:
+        if weight.dtype != torch.float8_e4m3fn or group.scheme.type != "float" or not stays_quantized(group.scheme):
+            return _scaled(module, weight.to(torch.float32), self._source.stored(f"{module}.weight_scale"), group)
+        rows, columns = weight.shape
+        scale = self._scale(module, group.scheme, rows, columns)
+        return in_memory(group.scheme, (rows, columns), weight, scale, None)
 
     def _read_packed(self, module: str, group: QuantizationGroup) -> QuantizedWeight | Tensor:
         packed = self._source.stored(f"{module}.weight_packed")
@@ -170,9 +180,7 @@ def in_memory(
 ) -> QuantizedWeight:
     """4- or 8-bit codes that are in the in-memory layout already, with scale and zero point as in the checkpoint."""
     if scheme.strategy == "tensor":
-        scheme = WeightScheme(
-            scheme.num_bits, symmetric=scheme.symmetric, strategy="channel", activations=scheme.activations
-        )
+        scheme = replace(scheme, strategy="channel")
     if zero is None and not scheme.symmetric:
         zero = torch.zeros_like(scale)
     shift = 8 if scheme.num_bits == 4 else 0

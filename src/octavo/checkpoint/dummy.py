@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from octavo.checkpoint.base import Checkpoint
 from octavo.checkpoint.quantization_config import QuantizationConfig, class_of
-from octavo.checkpoint.quantized import QuantizedWeight
+from octavo.checkpoint.quantized import QuantizedWeight, stays_quantized
 from octavo.checkpoint.scheme import WeightScheme
 from octavo.errors import CheckpointError
 
@@ -95,16 +96,15 @@ class DummyCheckpoint(Checkpoint):
         if quantization is None or quantization.is_ignored(module):
             return None
         group = quantization.group_of(module, class_of(module))
-        if group is None or group.scheme.type != "int" or group.scheme.num_bits not in (4, 8):
+        if group is None or not stays_quantized(group.scheme):
             return None
-        scheme = group.scheme
-        if scheme.strategy == "tensor":
-            return WeightScheme(scheme.num_bits, "int", scheme.symmetric, "channel", None, scheme.activations)
-        return scheme
+        return replace(group.scheme, strategy="channel") if group.scheme.strategy == "tensor" else group.scheme
 
     def _quantized(self, name: str, scheme: WeightScheme, shape: tuple[int, int]) -> QuantizedWeight:
         rows, columns = shape
         generator = torch.Generator().manual_seed(self._hash(name))
+        if scheme.type == "float":
+            return self._float8(scheme, shape, generator)
         four = scheme.num_bits == 4
         stored = (rows, columns // 2) if four else shape
         codes = torch.randint(0, 256, stored, generator=generator, dtype=torch.uint8)
@@ -116,6 +116,12 @@ class DummyCheckpoint(Checkpoint):
         middle = 8 if four else 0
         offset = None if scheme.symmetric and not four else scale * -middle
         return QuantizedWeight(scheme, shape, codes if four else codes.view(torch.int8), scale, offset)
+
+    def _float8(self, scheme: WeightScheme, shape: tuple[int, int], generator: torch.Generator) -> QuantizedWeight:
+        spread = 100  # a normal distribution then stays within E4M3's 448
+        codes = (torch.randn(shape, generator=generator) * spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+        scale = (torch.rand((shape[0], 1), generator=generator) * 0.5 + 0.75) * (STD / spread)
+        return QuantizedWeight(scheme, shape, codes, scale.to(self._dtype))
 
     def _shape(self, name: str, shape: tuple[int, ...] | None) -> tuple[int, ...]:
         if shape is not None:

@@ -24,14 +24,29 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
+def stays_quantized(scheme: WeightScheme) -> bool:
+    """Whether weights of this scheme are kept quantized in memory; a single scale becomes one a row then."""
+    if scheme.type == "float":
+        return scheme.num_bits == 8 and scheme.symmetric and scheme.strategy in ("channel", "tensor")
+    return scheme.num_bits in (4, 8) and scheme.strategy in ("group", "channel", "tensor")
+
+
+def code_dtype(scheme: WeightScheme) -> torch.dtype:
+    """The dtype of `QuantizedWeight.codes`."""
+    if scheme.type == "float":
+        return torch.float8_e4m3fn
+    return torch.uint8 if scheme.num_bits == 4 else torch.int8
+
+
 @dataclass
 class QuantizedWeight:
     """W[n, k] = scale[n, g] * q[n, k] + offset[n, g], with g = k // group_size (one group for a channel).
 
-    `codes` holds 4-bit q as uint8 [N, K/2], the even k in the low nibble, unsigned 0..15, and 8-bit q as int8 [N, K],
-    signed. `scale` is float [N, G]. `offset` has scale's shape and dtype and is None only for 8-bit symmetric weights:
-    a 4-bit symmetric weight has -8 * scale, a zero point z gives -z * scale (z in the codes' own range), GGUF's Q4_1
-    its block minimum. Whatever does not fit that is refused with CheckpointError.
+    `codes` holds 4-bit q as uint8 [N, K/2], the even k in the low nibble, unsigned 0..15, 8-bit integers as int8
+    [N, K], signed, and 8-bit floats, which have one scale a row, as float8_e4m3fn [N, K]. `scale` is float [N, G].
+    `offset` has scale's shape and dtype and is None only for 8-bit symmetric weights: a 4-bit symmetric weight has
+    -8 * scale, a zero point z gives -z * scale (z in the codes' own range), GGUF's Q4_1 its block minimum. Whatever
+    does not fit that is refused with CheckpointError.
     """
 
     scheme: WeightScheme
@@ -43,14 +58,15 @@ class QuantizedWeight:
     def __post_init__(self) -> None:
         rows, columns = self.shape
         bits = self.scheme.num_bits
-        if bits not in (4, 8) or self.scheme.type != "int" or self.scheme.strategy not in ("group", "channel"):
+        if not stays_quantized(self.scheme) or self.scheme.strategy == "tensor":
             raise CheckpointError(
-                f"a quantized weight in memory has 4 or 8 integer bits by group or channel, not {self.scheme}"
+                "a quantized weight in memory has 4 or 8 integer bits by group or channel, "
+                f"or 8 bits of symmetric float by channel, not {self.scheme}"
             )
         packed = (rows, columns // 2) if bits == 4 else (rows, columns)
         if bits == 4 and columns % 2:
             raise CheckpointError(f"4-bit weight of shape {self.shape}: the number of inputs must be even")
-        self._check("codes", self.codes, packed, (torch.uint8,) if bits == 4 else (torch.int8,))
+        self._check("codes", self.codes, packed, (code_dtype(self.scheme),))
         groups = (rows, self.scheme.num_groups(columns))
         self._check("scale", self.scale, groups, SCALE_DTYPES)
         if self.offset is not None:
@@ -77,7 +93,7 @@ class QuantizedWeight:
         return self.scheme.group_size or self.shape[1]
 
     def unpacked_codes(self) -> Tensor:
-        """[N, K]: uint8 0..15 for 4 bits, int8 for 8 bits."""
+        """[N, K]: uint8 0..15 for 4 bits, int8 or float8_e4m3fn for 8 bits."""
         return unpack_nibbles(self.codes) if self.scheme.num_bits == 4 else self.codes
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.quantized import QuantizedWeight
-from octavo.checkpoint.scheme import WeightScheme
+from octavo.checkpoint.scheme import ActivationScheme, WeightScheme
 from octavo.errors import UserError
 
-ON_LOAD = ("int8", "w4a16")
+ON_LOAD = ("int8", "fp8", "w4a16")
 _GROUP_SIZES = (128, 64, 32)
 
 
@@ -24,10 +24,13 @@ def check_quantization(name: str | None) -> None:
 
 
 def quantize_weight(weight: Tensor, quantization: str) -> Tensor | QuantizedWeight:
-    """Rounds `weight` [N, K]: `int8` with a scale a row, `w4a16` with a scale a group of 128 (64, 32).
+    """Rounds `weight` [N, K] on its device: `int8`, `fp8` with a scale a row, `w4a16` with one a group of 128 (64, 32).
 
-    A row length that no group size divides leaves the weight as it is.
+    `fp8` rounds the layer's inputs, too, token by token; the others leave them. A row length that no group size divides
+    leaves the weight as it is.
     """
+    if quantization == "fp8":
+        return _float8(weight)
     if quantization == "int8":
         return _symmetric(weight, WeightScheme(num_bits=8, strategy="channel"), weight.shape[1])
     group = next((size for size in _GROUP_SIZES if weight.shape[1] % size == 0), None)
@@ -47,3 +50,12 @@ def _symmetric(weight: Tensor, scheme: WeightScheme, group: int) -> QuantizedWei
     unsigned = (codes + 8).to(torch.uint8)
     packed = unsigned[:, 0::2] | (unsigned[:, 1::2] << 4)
     return QuantizedWeight(scheme, (rows, columns), packed, scale, -8 * scale)
+
+
+def _float8(weight: Tensor) -> QuantizedWeight:
+    scheme = WeightScheme(8, "float", strategy="channel", activations=ActivationScheme(type="float"))
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    values = weight.float()
+    scale = (values.abs().amax(dim=1, keepdim=True) / largest).clamp_min_(torch.finfo(torch.float32).tiny)
+    codes = (values / scale).clamp_(-largest, largest).to(torch.float8_e4m3fn)
+    return QuantizedWeight(scheme, (weight.shape[0], weight.shape[1]), codes, scale)

@@ -54,7 +54,7 @@ class WeightSource:
                 )
             return value
         if self.quantization is not None:
-            return quantize_weight(value, self.quantization)
+            return quantize_weight(value.to(self.device), self.quantization)
         return value.to(self.dtype)
 
     def embedding(self, module: str, shape: tuple[int, int]) -> Weight:

@@ -49,7 +49,7 @@ def load_model(
         dtype: float32, bfloat16 or float16: activations, KV cache and plain weights.
         device: where it runs.
         model_impl: "native" and "transformers" force one implementation, "auto" prefers the native one.
-        quantization: quantize plain linear weights on load: "int8" or "w4a16".
+        quantization: quantize plain linear weights on load: "int8", "fp8" or "w4a16".
         max_model_len: longest sequence that will be served; shortens position tables, and chooses between frequencies
             that a model has for short and for long contexts.
 

@@ -45,7 +45,8 @@ class WeightSchemeLike(Protocol):
 class QuantizedWeightLike(Protocol):
     """W[n, k] = scale[n, g] * codes[n, k] + offset[n, g]; see `octavo.checkpoint.quantized.QuantizedWeight`.
 
-    codes: 4-bit uint8 [N, K / 2] with the even k in the low half, values 0..15; 8-bit int8 [N, K], signed.
+    codes: 4-bit uint8 [N, K / 2] with the even k in the low half, values 0..15; 8-bit int8 [N, K], signed, or for the
+    type "float" float8_e4m3fn [N, K].
     scale, offset: [N, G], g = k // (K / G); offset may be None for 8-bit codes.
     """
 
@@ -66,6 +67,8 @@ class PackedWeight(ABC):
 
     name: str = ""
     shape: tuple[int, int]
+    input_kind: str | None = None
+    """"int8" or "fp8" where the product takes rows that `reference.quantize_rows` rounds to that, else None."""
 
     @property
     @abstractmethod
@@ -75,6 +78,20 @@ class PackedWeight(ABC):
     @abstractmethod
     def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         """x [T, K] times the transposed weight, plus bias [N]: [T, N]."""
+
+    def linear_quantized(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """`linear` for rows that are quantized already to `input_kind`: codes [T, K] and float32 scale [T, 1].
+
+        `residual` [T, N] is added to the rounded product, and the sum is written back to it and returned.
+        """
+        raise NotImplementedError(f"{self.name} takes no quantized rows")
 
     @abstractmethod
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -133,7 +150,7 @@ class TorchQuantized(PackedWeight):
         assert not isinstance(weight, Tensor)
         self.shape = (int(weight.shape[0]), int(weight.shape[1]))
         self.num_bits = weight.scheme.num_bits
-        self.quantizes_input = quantizes_input(weight.scheme)
+        self.input_kind = input_kind(weight.scheme)
         self.dtype = dtype
         self.codes = weight.codes.to(device).contiguous()
         self.scale = weight.scale.to(device)
@@ -144,11 +161,21 @@ class TorchQuantized(PackedWeight):
         return self.codes.nbytes + self.scale.nbytes + (0 if self.offset is None else self.offset.nbytes)
 
     def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        if self.quantizes_input:
-            codes, scale = reference.quantize_rows(x)
-            y = F.linear(codes.float(), self.rows(slice(None), torch.float32)) * scale
-            return (y if bias is None else y + bias).to(out_dtype)
+        if self.input_kind is not None:
+            return self.linear_quantized(*reference.quantize_rows(x, self.input_kind), bias, out_dtype)
         return F.linear(x, self.rows(slice(None), x.dtype), bias).to(out_dtype)
+
+    def linear_quantized(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        y = F.linear(codes.float(), self.rows(slice(None), torch.float32)) * scale
+        y = (y if bias is None else y + bias).to(out_dtype)
+        return y if residual is None else residual.add_(y)
 
     def rows(self, ids: Tensor | slice, dtype: torch.dtype) -> Tensor:
         offset = None if self.offset is None else self.offset[ids]
@@ -165,21 +192,27 @@ def dequantize(codes: Tensor, num_bits: int, scale: Tensor, offset: Tensor | Non
     return weight.flatten(-2)
 
 
-def quantizes_input(scheme: WeightSchemeLike) -> bool:
-    """Whether the layer's input is rounded to int8 too. Raises UserError for a scheme that no layout serves."""
-    if scheme.type != "int" or scheme.num_bits not in (4, 8):
+def input_kind(scheme: WeightSchemeLike) -> str | None:
+    """What the layer's input is rounded to: "int8", "fp8" or None. UserError for a scheme that no layout serves."""
+    if (scheme.type, scheme.num_bits) not in (("int", 4), ("int", 8), ("float", 8)):
         raise UserError(
-            f"weights of type {scheme.type} with {scheme.num_bits} bits have no kernel; int with 4 or 8 bits does: "
-            "dequantize the weight first"
+            f"weights of type {scheme.type} with {scheme.num_bits} bits have no kernel; int with 4 or 8 bits and float "
+            "with 8 bits do: dequantize the weight first"
         )
     activations = scheme.activations
     if activations is None:
-        return False
+        return None
     # A static scale is not read from the checkpoint: scaling each token by its own range is at least as accurate.
     kind = (activations.num_bits, activations.type, activations.symmetric)
-    if kind != (8, "int", True) or activations.strategy not in ("token", "tensor"):
+    if kind != (8, scheme.type, True) or activations.strategy not in ("token", "tensor"):
         raise UserError(
-            f"activations with (bits, type, symmetric) = {kind} by {activations.strategy} have no kernel; "
-            "(8, 'int', True) by token or tensor do: compress with the scheme W8A8 or a weight-only scheme"
+            f"activations with (bits, type, symmetric) = {kind} by {activations.strategy} have no kernel for "
+            f"{scheme.type} weights; (8, {scheme.type!r}, True) by token or tensor do: compress with the scheme W8A8 "
+            "or a weight-only scheme"
         )
-    return True
+    return "int8" if scheme.type == "int" else "fp8"
+
+
+def quantizes_input(scheme: WeightSchemeLike) -> bool:
+    """Whether the layer's input is rounded too. Raises UserError for a scheme that no layout serves."""
+    return input_kind(scheme) is not None

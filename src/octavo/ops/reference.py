@@ -130,11 +130,18 @@ def _attend(
     return out.permute(2, 0, 1, 3).flatten(1, 2).to(v.dtype)
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 codes and float32 scales [T, 1] of each row, as compressed-tensors defines dynamic tokens.
+def quantize_rows(x: Tensor, kind: str = "int8") -> tuple[Tensor, Tensor]:
+    """Symmetric 8-bit codes [T, K] and float32 scales [T, 1], one a row, as compressed-tensors defines dynamic tokens.
 
-    The largest magnitude maps to 127.5, half the range of 256 codes, and is clamped to 127.
+    "int8": the largest magnitude maps to 127.5, half the range of 256 codes, and is clamped to 127; codes are rounded
+    to nearest, ties to even. "fp8": the largest magnitude maps to 448, the largest E4M3 number, and x / scale is
+    rounded to float8_e4m3fn to nearest, ties to even. The quotients are those of float32.
     """
     x = x.float()
-    scale = (x.abs().amax(dim=-1, keepdim=True) / 127.5).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = (x.abs().amax(dim=-1, keepdim=True) / LARGEST_CODE[kind]).clamp(min=torch.finfo(torch.float32).tiny)
+    if kind == "fp8":
+        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
     return torch.round(x / scale).clamp(-128, 127).to(torch.int8), scale
+
+
+LARGEST_CODE = {"int8": 127.5, "fp8": 448.0}

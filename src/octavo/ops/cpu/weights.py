@@ -118,6 +118,8 @@ def rejects(weight: Tensor | QuantizedWeightLike, dtype: torch.dtype, device: to
     columns = weight.shape[1]
     if isinstance(weight, Tensor):
         return None if columns % 2 == 0 else f"{columns} columns are odd"
+    if weight.scheme.type != "int":
+        return "serves integer codes"
     groups = weight.scale.shape[1]
     if quantizes_input(weight.scheme):
         fits = weight.scheme.num_bits == 8 and groups == 1 and weight.offset is None and columns % 4 == 0
