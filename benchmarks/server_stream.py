@@ -94,7 +94,9 @@ def load(pipe: Connection, port: int, body: bytes, path: str, streams: int, seco
         opened = []
         for i in range(streams):
             kept = None if i else answer
-            _, stream = await loop.create_connection(lambda k=kept: Stream(request, deadline, counts, k), "127.0.0.1", port)
+            _, stream = await loop.create_connection(
+                lambda k=kept: Stream(request, deadline, counts, k), "127.0.0.1", port
+            )
             opened.append(stream.done)
             await asyncio.sleep(0.002)
         await asyncio.gather(*opened)

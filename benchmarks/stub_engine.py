@@ -13,7 +13,7 @@ import time
 import zmq
 
 from octavo.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats
-from octavo.engine.protocol import FromEngine, decode_config, decode_to_engine, encode
+from octavo.engine.protocol import FromEngine, decode_config, decode_to_engine, encode, outputs_message
 
 
 class StubEngine:
@@ -70,7 +70,7 @@ def main() -> None:
                 engine.running.pop(name, None)
         due = max(due + step_s, time.perf_counter())
         time.sleep(max(0.0, due - time.perf_counter()))
-        socket.send(encode(FromEngine(outputs=engine.step(), stats=engine.stats())))
+        socket.send(encode(outputs_message(engine.step(), engine.stats())))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.detokenizer import Detokenizer
+from octavo.engine.detokenizer import Detokenizer, decoder_of
 
 TEXTS = ["Hello world", "naïve café, 日本語のテキスト", "🦜🦜 emoji 👩‍👩‍👧", "a\n\n  b\tc", "x" * 50]
 
@@ -79,3 +79,26 @@ def test_stop_strings_cut_where_the_first_one_ends(
     end, start, stop = min(hits)
     assert emitted == text[: end if include else start]
     assert detokenizer.finished and detokenizer.stop_reason == stop
+
+
+@settings(max_examples=50, deadline=None)
+@given(ids=st.lists(st.integers(0, 258), max_size=12), skip=st.booleans())
+def test_the_direct_decoder_says_what_transformers_says(tokenizer, ids: list[int], skip: bool) -> None:
+    assert decoder_of(tokenizer) == tokenizer.backend_tokenizer.decode
+    assert decoder_of(tokenizer)(ids, skip) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def test_a_tokenizer_that_changes_what_was_decoded_is_asked_itself(tokenizer) -> None:
+    class Shouting(type(tokenizer)):
+        def _decode(self, *args, **kwargs) -> str:
+            return super()._decode(*args, **kwargs).upper()
+
+    shouting = Shouting(tokenizer_object=tokenizer.backend_tokenizer)
+    assert decoder_of(shouting)(tokenizer.encode("hello"), True) == "HELLO"
+    cleaning = type(tokenizer)(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        clean_up_tokenization_spaces=True,
+        clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=True,
+    )
+    ids = tokenizer.encode("a , b")
+    assert decoder_of(cleaning)(ids, True) == cleaning.decode(ids, skip_special_tokens=True) == "a, b"

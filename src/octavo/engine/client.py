@@ -20,6 +20,7 @@ import zmq.asyncio
 from octavo import errors
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.config import EngineConfig
+from octavo.engine.mailbox import Mailbox
 from octavo.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats
 from octavo.engine.protocol import Failure, ToEngine, decode_from_engine, encode, encode_config
 from octavo.errors import EngineDeadError, OctavoError, UserError
@@ -39,7 +40,7 @@ class EngineClient:
         self._process = process
         self._socket = socket
         self._folder = folder
-        self._queues: dict[str, asyncio.Queue[EngineOutput]] = {}
+        self._queues: dict[str, Mailbox] = {}
         self._stats = EngineStats()
         self._heard = time.monotonic()
         self._slowest_step = 0.0
@@ -90,7 +91,7 @@ class EngineClient:
         self._check_alive()
         if request_id in self._queues:
             raise UserError(f"request_id {request_id!r} is already running", param="request_id")
-        queue = self._queues[request_id] = asyncio.Queue()
+        queue = self._queues[request_id] = Mailbox()
         item = EngineRequest(request_id, prompt_token_ids, params, priority, cache_salt, bad_words or [])
         is_over = False
         try:
@@ -111,7 +112,7 @@ class EngineClient:
         queue = self._queues.get(request_id)
         if queue is not None:
             await self._send(ToEngine(abort=[request_id]))
-            queue.put_nowait(EngineOutput(request_id, finish_reason="abort"))
+            queue.put(EngineOutput(request_id, finish_reason="abort"))
 
     def stats(self) -> EngineStats:
         """The newest snapshot of the engine (at most half a second old while it is idle)."""
@@ -173,10 +174,14 @@ class EngineClient:
             if message.stats is not None:
                 self._stats = message.stats
                 self._slowest_step = max(0.99 * self._slowest_step, message.stats.last_step_s)
+            for name, token in zip(message.names, message.tokens, strict=True):
+                queue = self._queues.get(name)
+                if queue is not None:
+                    queue.put(EngineOutput(name, [token]))
             for output in message.outputs:
                 queue = self._queues.get(output.request_id)
                 if queue is not None:
-                    queue.put_nowait(output)
+                    queue.put(output)
 
     async def _watch(self) -> None:
         while self._process.poll() is None:
@@ -186,7 +191,7 @@ class EngineClient:
     def _mark_dead(self) -> None:
         self._is_dead = True
         for request_id, queue in self._queues.items():
-            queue.put_nowait(EngineOutput(request_id, finish_reason="error", error="the engine process ended"))
+            queue.put(EngineOutput(request_id, finish_reason="error", error="the engine process ended"))
 
     def _request_error(self, output: EngineOutput) -> OctavoError:
         """Why one request ended: refused (its error's class came as the stop reason), failed alone, or all are lost."""

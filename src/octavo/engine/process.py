@@ -11,15 +11,25 @@ import os
 import signal
 import sys
 import threading
+import time
 
 import zmq
 
 from octavo.engine.engine import Engine
 from octavo.engine.messages import EngineOutput, EngineRequest
-from octavo.engine.protocol import Failure, FromEngine, ToEngine, decode_config, decode_to_engine, encode
+from octavo.engine.protocol import (
+    Failure,
+    FromEngine,
+    ToEngine,
+    decode_config,
+    decode_to_engine,
+    encode,
+    outputs_message,
+)
 from octavo.errors import OctavoError
 
 IDLE_STATS_INTERVAL_MS = 500
+STATS_INTERVAL_SECONDS = 0.05  # while it works; a snapshot a step would cost more than the step's tokens do
 logger = logging.getLogger("octavo.engine")
 
 
@@ -45,6 +55,7 @@ def main() -> int:
 
 def serve(engine: Engine, socket: zmq.Socket[bytes]) -> None:
     """Alternate between messages and steps until a shutdown message comes."""
+    told = 0.0  # when the last snapshot was sent
     while True:
         rejected: list[EngineOutput] = []
         if not engine.has_work and not socket.poll(IDLE_STATS_INTERVAL_MS):
@@ -56,7 +67,12 @@ def serve(engine: Engine, socket: zmq.Socket[bytes]) -> None:
                 return
             rejected += _apply(engine, message)
         outputs = rejected + engine.step()
-        socket.send(encode(FromEngine(outputs=outputs, stats=engine.stats())))
+        now = time.monotonic()
+        is_due = now - told >= STATS_INTERVAL_SECONDS or not engine.has_work  # the last one must not stay busy for ever
+        if is_due:
+            told = now
+        if outputs or is_due:
+            socket.send(encode(outputs_message(outputs, engine.stats() if is_due else None)))
 
 
 def _apply(engine: Engine, message: ToEngine) -> list[EngineOutput]:

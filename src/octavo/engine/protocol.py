@@ -22,8 +22,14 @@ class ToEngine:
 
 @dataclass(slots=True)
 class FromEngine:
-    """One message from the engine. `info` comes once, when it is ready; `failure` instead, when it cannot start."""
+    """One message from the engine. `info` comes once, when it is ready; `failure` instead, when it cannot start.
 
+    Most outputs of a step are one token of a running request and nothing else. Those travel as two lists, names and
+    tokens, which costs a fiftieth of what objects with field names do, on the engine's critical path.
+    """
+
+    names: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     outputs: list[EngineOutput] = field(default_factory=list)
     stats: EngineStats | None = None
     info: EngineInfo | None = None
@@ -36,6 +42,28 @@ class Failure:
 
     kind: str
     message: str
+
+
+def outputs_message(outputs: list[EngineOutput], stats: EngineStats | None) -> FromEngine:
+    """The message that carries a step's outputs, with the plain ones in short form.
+
+    An output is plain when it has one token, and neither an end nor measurements. (`num_cached_tokens` does not change
+    after the first output, which has measurements.)
+    """
+    message = FromEngine(stats=stats)
+    for output in outputs:
+        if (
+            len(output.token_ids) == 1
+            and output.finish_reason is None
+            and output.queue_s is None
+            and output.logprobs is None
+            and output.prompt_logprobs is None
+        ):
+            message.names.append(output.request_id)
+            message.tokens.append(output.token_ids[0])
+        else:
+            message.outputs.append(output)
+    return message
 
 
 encode = msgspec.msgpack.Encoder().encode
