@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 
-from octavo.core.sampling_params import SamplingParams
-from octavo.engine.sampler import SamplingRow, draw, filter_candidates, pick, sample, uniform_of
+from octavo.core.sampling_params import GREEDY_TEMPERATURE, SamplingParams
+from octavo.engine.sampler import SamplingRow, draw, gather_logprobs, logprob_entries, sample, uniform_of, wrapped
+from octavo.ops import sampling
+from octavo.ops.sampling import counter_uniform, cut, pick
 
 VOCAB = 3000
 
@@ -48,15 +50,23 @@ def test_filtered_weights_equal_the_definition(temperature: float, limits: dict)
     logits = torch.randn(4, VOCAB) * 3
     params = SamplingParams(temperature=temperature, **limits)
     expected = torch.stack([reference_distribution(line, params) for line in logits])
-    for size in (1024, VOCAB):
-        weights, indices, exact = filter_candidates(logits / temperature, [params] * 4, size)
-        dense = torch.zeros(4, VOCAB).scatter(1, indices, weights)
-        dense = (dense / dense.sum(1, keepdim=True)).double()
-        for r in range(4):
-            if exact[r]:
-                torch.testing.assert_close(dense[r], expected[r], atol=2e-6, rtol=1e-3)
-        if size == VOCAB:
-            assert exact.all()
+    scaled = (logits - logits.amax(1, keepdim=True)) / temperature
+    weights = (scaled.exp() * 2.0**sampling.WEIGHT_BITS).long()
+    weights[scaled < math.log(params.min_p or 1e-30)] = 0
+    kept = cut(logits, weights, torch.full((4,), max(params.top_k, 0)), torch.full((4,), params.top_p))
+    kept = kept.double() / kept.sum(1, keepdim=True)
+    torch.testing.assert_close(kept, expected, atol=2e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 5}, {"top_p": 0.3}, {"top_k": 9, "top_p": 0.5}, {"top_k": 2500}])
+def test_of_equal_logits_the_first_ones_stay(limits: dict) -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 100:2900:100] = 1.0
+    params = SamplingParams(**limits)
+    expected = reference_distribution(logits[0], params)
+    weights = ((logits - 1).exp() * 2.0**sampling.WEIGHT_BITS).long()
+    kept = cut(logits, weights, torch.tensor([max(params.top_k, 0)]), torch.tensor([params.top_p]))
+    assert torch.equal(kept[0] > 0, expected > 0)
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -89,10 +99,33 @@ def test_uniform_numbers_are_uniform_and_differ_by_position() -> None:
     assert uniform_of(7, 1) != uniform_of(8, 1)
 
 
+def test_uniform_numbers_of_tensors_are_the_same_bits() -> None:
+    seeds = [0, 1, -5, 2**63 - 1, -(2**63), 2**64 + 3, hash((0, 1))]
+    positions = [0, 1, 4095, 131071, 7, 8, 2**40]
+    found = counter_uniform(torch.tensor([wrapped(s) for s in seeds]), torch.tensor(positions))
+    assert found.tolist() == [uniform_of(s, p) for s, p in zip(seeds, positions, strict=True)]
+
+
+def test_the_same_temperature_is_greedy_everywhere() -> None:
+    assert sampling.GREEDY_TEMPERATURE == GREEDY_TEMPERATURE
+
+
 def test_pick_never_chooses_a_token_without_weight() -> None:
-    weights = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
-    for u in (0.0, 0.25, 0.5, 0.75, 1.0 - 1e-16):
-        assert int(pick(weights, torch.tensor([u], dtype=torch.float64))) in (1, 3)
+    weights = torch.tensor([[0, 5, 0, 5, 0]])
+    for u in (0.0, 0.25, 0.5, 0.75, 1.0 - 2.0**-53):
+        assert int(pick(weights, torch.tensor([u], dtype=torch.float64))) == (1 if u < 0.5 else 3)
+
+
+def test_logprobs_gathered_on_the_device_become_the_same_entries() -> None:
+    torch.manual_seed(6)
+    logprobs = torch.randn(3, 40).log_softmax(-1)
+    tokens = [7, int(logprobs[1].argmax()), 3]
+    entries = logprob_entries(
+        gather_logprobs(logprobs, torch.tensor([*tokens[:2], -1]), 5).to_host(), tokens, [5, 2, 0]
+    )
+    assert entries[0][7].logprob == pytest.approx(float(logprobs[0, 7])) and len(entries[0]) in (5, 6)
+    assert list(entries[1]) == logprobs[1].topk(2).indices.tolist() and entries[1][tokens[1]].rank == 1
+    assert list(entries[2]) == [3]
 
 
 def test_greedy_takes_the_largest_and_logprobs_come_from_the_raw_logits() -> None:

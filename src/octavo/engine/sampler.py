@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from octavo import ops
 from octavo.core.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 from octavo.engine.outputs import Logprob, Logprobs
-
-NUM_CANDIDATES = 1024  # top-p rarely needs more; rows that do are sorted whole
 
 
 @dataclass(slots=True)
@@ -71,14 +71,7 @@ def sample(logits: Tensor, rows: list[SamplingRow]) -> Sampled:
     for r, row in enumerate(rows):
         if row.changes_logits:
             apply_processors(logits[r], row)
-    best, greedy = logits.max(dim=-1)
-    tokens: list[int | None] = greedy.tolist()
-    drawn = [r for r, row in enumerate(rows) if not row.is_greedy]
-    if drawn:
-        for r, token in zip(drawn, draw(logits[drawn], [rows[r] for r in drawn]), strict=True):
-            tokens[r] = token
-    for r in torch.isnan(best).nonzero().flatten().tolist():
-        tokens[r] = None
+    tokens = draw(logits, rows)
     logprobs: list[Logprobs | None] = [None] * len(rows)
     if raw is not None:
         valid = [(i, r) for i, r in enumerate(wanted) if tokens[r] is not None]
@@ -89,24 +82,51 @@ def sample(logits: Tensor, rows: list[SamplingRow]) -> Sampled:
     return Sampled(tokens, logprobs)
 
 
-def top_logprobs(logprobs: Tensor, tokens: list[int], counts: list[int]) -> list[Logprobs]:
-    """The given tokens' entries and the `counts[r]` most probable ones (-1: all), from log-probabilities [R, V]."""
-    if not tokens:
-        return []
-    index = torch.tensor(tokens, device=logprobs.device).unsqueeze(1)
-    chosen = logprobs.gather(1, index)
-    ranks = ((logprobs > chosen).sum(dim=1) + 1).tolist()
-    vocab = logprobs.shape[1]
-    most = max(vocab if count < 0 else min(count, vocab) for count in counts)
-    values, indices = logprobs.topk(most, dim=1) if most else (logprobs[:, :0], index[:, :0])
+class LogprobTensors(NamedTuple):
+    """Log-probabilities of chosen and of most probable tokens, wherever the logits are; nothing waits for them."""
+
+    chosen: Tensor  # float32 [R]
+    ranks: Tensor  # int64 [R]; 1 is the most probable
+    values: Tensor  # float32 [R, n], descending
+    indices: Tensor  # int64 [R, n]
+
+    def to_host(self) -> LogprobTensors:
+        """Copies in pinned memory, under way: valid after the stream was waited for. On a CPU, the same tensors."""
+        if self.chosen.device.type == "cpu":
+            return self
+        return LogprobTensors(*(torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, True) for t in self))
+
+
+def gather_logprobs(logprobs: Tensor, tokens: Tensor, count: int) -> LogprobTensors:
+    """For each row of log-probabilities [R, V]: its token's (int64 [R], anything for -1) and the `count` largest.
+
+    Nothing waits for a device, and shapes depend on no data.
+    """
+    chosen = logprobs.gather(1, tokens.clamp(min=0).unsqueeze(1))
+    ranks = (logprobs > chosen).sum(dim=1) + 1
+    values, indices = logprobs.topk(min(count, logprobs.shape[1]), dim=1)
+    return LogprobTensors(chosen[:, 0], ranks, values, indices)
+
+
+def logprob_entries(gathered: LogprobTensors, tokens: list[int], counts: list[int]) -> list[Logprobs]:
+    """Entries from tensors on the host: each row's token, and its `counts[r]` most probable (-1: all there are)."""
     result = []
-    listed = zip(tokens, chosen[:, 0].tolist(), ranks, values.tolist(), indices.tolist(), counts, strict=True)
+    listed = zip(tokens, *(t.tolist() for t in gathered), counts, strict=True)
     for token, value, rank, row_values, row_indices, count in listed:
         entry = {token: Logprob(value, rank)}
         for place, (t, v) in enumerate(zip(row_indices[: None if count < 0 else count], row_values, strict=False)):
             entry.setdefault(t, Logprob(v, place + 1))
         result.append(entry)
     return result
+
+
+def top_logprobs(logprobs: Tensor, tokens: list[int], counts: list[int]) -> list[Logprobs]:
+    """The given tokens' entries and the `counts[r]` most probable ones (-1: all), from log-probabilities [R, V]."""
+    if not tokens:
+        return []
+    most = max(logprobs.shape[1] if count < 0 else count for count in counts)
+    gathered = gather_logprobs(logprobs, torch.tensor(tokens, device=logprobs.device), most)
+    return logprob_entries(LogprobTensors(*(t.cpu() for t in gathered)), tokens, counts)
 
 
 def apply_processors(logits: Tensor, row: SamplingRow) -> None:
@@ -140,68 +160,32 @@ def apply_penalties(logits: Tensor, row: SamplingRow) -> None:
         logits[tokens] -= params.frequency_penalty * counts + params.presence_penalty
 
 
-def draw(logits: Tensor, rows: list[SamplingRow]) -> list[int]:
-    """One token for each row by temperature, min-p, top-k and top-p (logits [R, V] are not changed)."""
-    scaled = logits / logits.new_tensor([[row.params.temperature] for row in rows])
-    uniform = torch.tensor([uniform_of(row.seed, row.num_output_tokens) for row in rows], dtype=torch.float64)
-    uniform = uniform.to(logits.device)
-    free = [r for r, row in enumerate(rows) if not _is_filtered(row.params)]
-    tokens = [0] * len(rows)
-    if free:
-        for r, token in zip(free, pick(scaled[free].softmax(-1), uniform[free]).tolist(), strict=True):
-            tokens[r] = token
-    pending = [r for r in range(len(rows)) if r not in set(free)]
-    size = min(NUM_CANDIDATES, logits.shape[1])
-    while pending:
-        probs, indices, is_exact = filter_candidates(scaled[pending], [rows[r].params for r in pending], size)
-        places = pick(probs, uniform[pending]).unsqueeze(1)
-        chosen = indices.gather(1, places)[:, 0].tolist()
-        for r, token in zip(pending, chosen, strict=True):
-            tokens[r] = token
-        pending = [r for r, exact in zip(pending, is_exact.tolist(), strict=True) if not exact]
-        size = logits.shape[1]
-    return tokens
+def draw(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
+    """One token for each row of logits [R, V] as its request asks, None where no distribution is left (a NaN)."""
+    tokens = ops.sample_tokens(logits, *sampling_tensors(rows, logits.device)).tolist()
+    return [None if token < 0 else token for token in tokens]
 
 
-def _is_filtered(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+def sampling_tensors(rows: list[SamplingRow], device: torch.device) -> tuple[Tensor, ...]:
+    """What `ops.sample_tokens` takes beside the logits, for these rows."""
+    params = [row.params for row in rows]
+
+    def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return (
+        column([p.temperature for p in params], torch.float32),
+        column([max(p.top_k, 0) for p in params], torch.int32),
+        column([p.top_p for p in params], torch.float32),
+        column([p.min_p for p in params], torch.float32),
+        column([wrapped(row.seed) for row in rows], torch.int64),
+        column([row.num_output_tokens for row in rows], torch.int64),
+    )
 
 
-def filter_candidates(scaled: Tensor, params: list[SamplingParams], size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights of the `size` most probable tokens after min-p, top-k and top-p; zero where a token is dropped.
-
-    Returns (weights [R, size], token ids [R, size], exact [R]). A row is not exact when a token beyond the `size`
-    looked at could have been kept; the caller then asks again with the whole vocabulary.
-    """
-    vocab = scaled.shape[1]
-    values, indices = scaled.topk(size, dim=1)
-    top_k = torch.tensor([[p.top_k if p.top_k > 0 else vocab] for p in params], device=scaled.device)
-    top_p = scaled.new_tensor([[p.top_p] for p in params])
-    min_p = scaled.new_tensor([[p.min_p] for p in params])
-    total = scaled.logsumexp(dim=1, keepdim=True)
-    place = torch.arange(size, device=scaled.device).unsqueeze(0)
-    is_kept = (values >= values[:, :1] + min_p.log()) & (place < top_k)
-    # The mass that top-p refers to is that of the tokens which min-p and top-k left over.
-    is_complete = ~is_kept[:, -1:] | (size == vocab)
-    mass = torch.where(is_kept, (values - total).exp(), 0.0)
-    remaining = torch.where(is_complete, mass.sum(dim=1, keepdim=True), 1.0)
-    before = mass.cumsum(dim=1) - mass
-    is_kept &= before < top_p * remaining
-    is_exact = is_complete | ~is_kept[:, -1:]
-    # Without min-p and top-k the mass is the whole distribution's, so a cut inside the candidates is exact.
-    is_restricted = (top_k < vocab) | (min_p > 0)
-    is_exact = torch.where(is_restricted, is_complete, is_exact)
-    return torch.where(is_kept, mass, 0.0), indices, is_exact[:, 0]
-
-
-def pick(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The index at which the running sum of `weights` [R, V] passes `uniform` [R] times the total: int64 [R]."""
-    cumulative = weights.double().cumsum(dim=1)
-    target = (uniform * cumulative[:, -1]).unsqueeze(1)
-    place = torch.searchsorted(cumulative, target, right=True)
-    # A target that rounding put at the very end would fall behind the last token that has any weight.
-    last = weights.shape[1] - 1 - (weights.flip(1) > 0).int().argmax(dim=1, keepdim=True)
-    return torch.minimum(place, last)[:, 0]
+def wrapped(seed: int) -> int:
+    """The low 64 bits of a seed as a signed number, as int64 tensors hold them."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def uniform_of(seed: int, position: int) -> float:

@@ -3,6 +3,7 @@
 from octavo.ops.decoder import DecoderLayer, FusedDecoder, fuse_decoder
 from octavo.ops.functions import (
     add_rms_norm,
+    argmax,
     default_dtype,
     gelu_tanh_mul,
     linear,
@@ -11,6 +12,7 @@ from octavo.ops.functions import (
     report,
     rms_norm,
     rotary_and_store,
+    sample_tokens,
     silu_mul,
     store_kv,
 )
@@ -24,6 +26,7 @@ __all__ = [
     "KVCache",
     "PackedWeight",
     "add_rms_norm",
+    "argmax",
     "default_dtype",
     "fuse_decoder",
     "gelu_tanh_mul",
@@ -33,6 +36,7 @@ __all__ = [
     "report",
     "rms_norm",
     "rotary_and_store",
+    "sample_tokens",
     "silu_mul",
     "store_kv",
 ]

@@ -6,23 +6,48 @@ import torch
 from torch import Tensor
 
 from octavo.errors import UserError
-from octavo.ops import reference
+from octavo.ops import reference, sampling
 from octavo.ops.cpu import functions as cpu_functions
 from octavo.ops.cpu import library as cpu_library
 from octavo.ops.cpu import weights as cpu_weights
 from octavo.ops.dispatch import Candidate, Operation
 from octavo.ops.kv_cache import AttentionMetadata, KVCache
 from octavo.ops.packed_weight import Layout, PackedWeight, QuantizedWeightLike, TorchDense, TorchQuantized
+from octavo.ops.triton import runtime as triton_runtime
 
 _BF16 = (torch.bfloat16,)
+_LOGITS = (torch.float32, torch.bfloat16)
 
 
-def _operation(name: str, covers: str) -> Operation:
+def _operation(name: str, covers: str, *gpu: Candidate) -> Operation:
     """The candidates of an operation, fastest first; `covers` says what the kernel serves beyond its data types."""
     return Operation(
         name,
+        *gpu,
         Candidate("cpu", getattr(cpu_functions, name), ("cpu",), _BF16, cpu_library.unavailable(), covers),
         Candidate("torch", getattr(reference, name), note="the reference"),
+    )
+
+
+def _paged(name: str, module: str) -> Operation:
+    """An operation on the pages of the cache, with its kernel in `octavo.ops.triton.<module>`."""
+    gpu = Candidate(
+        "triton",
+        triton_runtime.lazy(module, name),
+        ("cuda",),
+        (torch.bfloat16, torch.float16, torch.float32),
+        triton_runtime.unavailable(),
+        "caches in the plain order, float8 included; any head size; up to 64 query heads a key head",
+    )
+    return _operation(name, _PAGES, gpu)
+
+
+def _sampling(name: str) -> Operation:
+    function = triton_runtime.lazy("sampling", name)
+    return Operation(
+        name,
+        Candidate("triton", function, ("cuda",), _LOGITS, triton_runtime.unavailable(), "any number of rows"),
+        Candidate("torch", getattr(sampling, name), note="the reference"),
     )
 
 
@@ -31,11 +56,24 @@ _ADD_RMS_NORM = _operation("add_rms_norm", "AVX-512")
 _SILU_MUL = _operation("silu_mul", "AVX-512")
 _GELU_TANH_MUL = _operation("gelu_tanh_mul", "AVX-512")
 _PAGES = "AVX-512; head sizes and block sizes that are multiples of 16, heads up to 512"
-_ROTARY_AND_STORE = _operation("rotary_and_store", _PAGES)
-_STORE_KV = _operation("store_kv", _PAGES)
-_PAGED_ATTENTION = _operation("paged_attention", _PAGES)
+_ROTARY_AND_STORE = _paged("rotary_and_store", "rotary")
+_STORE_KV = _paged("store_kv", "rotary")
+_PAGED_ATTENTION = _paged("paged_attention", "attention")
 
-OPERATIONS = (_RMS_NORM, _ADD_RMS_NORM, _SILU_MUL, _GELU_TANH_MUL, _ROTARY_AND_STORE, _STORE_KV, _PAGED_ATTENTION)
+_ARGMAX = _sampling("argmax")
+_SAMPLE_TOKENS = _sampling("sample_tokens")
+
+OPERATIONS = (
+    _RMS_NORM,
+    _ADD_RMS_NORM,
+    _SILU_MUL,
+    _GELU_TANH_MUL,
+    _ROTARY_AND_STORE,
+    _STORE_KV,
+    _PAGED_ATTENTION,
+    _ARGMAX,
+    _SAMPLE_TOKENS,
+)
 
 
 # The candidates of `linear`, fastest first; a weight is packed once for the first that takes it.
@@ -111,6 +149,30 @@ def paged_attention(
     replaces a score s by softcap * tanh(s / softcap); `sinks` [Hq] are scores without a value (gpt-oss).
     """
     return _PAGED_ATTENTION(q, cache, meta, scale, window, softcap, sinks)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The index of each row's largest logit, the lowest on ties: [R, V] -> int64 [R]; -1 where a row holds a NaN."""
+    return _ARGMAX(logits)
+
+
+def sample_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+) -> Tensor:
+    """One token for each row of logits [R, V] (float32 or bfloat16): int64 [R].
+
+    temperature, top_p, min_p: float32 [R]; top_k: int32 [R] (0: off); seed, position: int64 [R], position being the
+    number of tokens sampled before. A temperature below `sampling.GREEDY_TEMPERATURE` takes the largest logit, as
+    `argmax`. -1 where a row holds a NaN, or is to be drawn and has no finite largest logit. A row's token depends on
+    nothing but that row. `octavo.ops.sampling` states ties and rounding.
+    """
+    return _SAMPLE_TOKENS(logits, temperature, top_k, top_p, min_p, seed, position)
 
 
 def pack_weight(
