@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import http.server
-import json
 import os
 import shutil
 import subprocess
@@ -14,17 +11,14 @@ import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar
-from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from hub_server import Hub, hub_server
 from octavo.checkpoint import demo, source
 from octavo.checkpoint.reader import load_tokenizer, open_checkpoint
 from octavo.checkpoint.source import resolve_model
 from octavo.errors import CheckpointError, ModelNotFoundError
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def test_paths(tmp_path: Path) -> None:
@@ -164,98 +158,25 @@ def test_a_cache_that_cannot_be_written(no_demo: Path, monkeypatch: pytest.Monke
 # ------------------------------------------------------------------ the Hub
 
 
-class HubHandler(http.server.BaseHTTPRequestHandler):
-    """As much of the Hub's API as a snapshot download asks for."""
-
-    protocol_version = "HTTP/1.1"
-    folder: ClassVar[Path]
-    broken: ClassVar[set[str]]
-    asked: ClassVar[list[str]]
-
-    def do_GET(self) -> None:
-        path = unquote(urlsplit(self.path).path)
-        self.asked.append(f"{self.command} {path}")
-        if path.startswith("/api/models/"):
-            return self.answer_api(path.removeprefix("/api/models/"))
-        if "/resolve/" in path:
-            return self.answer_file(path.split("/resolve/")[1].split("/", 1)[1])
-        return self.answer(404, {"error": "not found"})
-
-    do_HEAD = do_GET
-
-    def answer_api(self, rest: str) -> None:
-        if rest.startswith("team/private"):
-            return self.answer(401, {"error": "Invalid username or password."})
-        if rest.startswith("team/gated"):
-            return self.answer(403, {"error": "gated"}, {"X-Error-Code": "GatedRepo"})
-        if rest.startswith("team/busy"):
-            return self.answer(503, {"error": "overloaded"})
-        if not rest.startswith("team/model"):
-            return self.answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
-        files = sorted(file.name for file in self.folder.iterdir())
-        if "/tree/" in rest:
-            sizes = {name: (self.folder / name).stat().st_size for name in files}
-            entries = [{"type": "file", "path": n, "size": s, "oid": self.etag(n)} for n, s in sizes.items()]
-            return self.answer(200, entries)
-        siblings = [{"rfilename": name} for name in files]
-        return self.answer(200, {"id": "team/model", "sha": COMMIT, "siblings": siblings, "tags": []})
-
-    def etag(self, name: str) -> str:
-        return hashlib.sha1((self.folder / name).read_bytes()).hexdigest()
-
-    def answer_file(self, name: str) -> None:
-        content = (self.folder / name).read_bytes()
-        self.send_response(200)
-        for key, value in {
-            "ETag": f'"{self.etag(name)}"',
-            "X-Repo-Commit": COMMIT,
-            "Content-Length": str(len(content)),
-        }.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content[: len(content) // 2] if name in self.broken else content)
-        if name in self.broken:
-            self.close_connection = True
-
-    def answer(self, status: int, content: object, headers: dict[str, str] | None = None) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        for key, value in (headers or {}).items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None: ...
-
-
 @pytest.fixture
-def hub(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[HubHandler]]:
+def hub(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hub with team/model (the tiny Llama and a pickle), and an empty cache."""
     from huggingface_hub import constants
 
-    class Handler(HubHandler):
-        folder = Path(shutil.copytree(tiny_llama, tmp_path / "repository"))
-        broken: ClassVar[set[str]] = set()
-        asked: ClassVar[list[str]] = []
-
-    (Handler.folder / "pytorch_model.bin").write_bytes(b"a pickle")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    yield Handler
-    server.shutdown()
-    server.server_close()
+    folder = Path(shutil.copytree(tiny_llama, tmp_path / "repository"))
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    with hub_server() as hub:
+        hub.folders["models/team/model"] = folder
+        hub.refused |= {"models/team/private": (401, ""), "models/team/gated": (403, "GatedRepo")}
+        url = hub.url
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield hub
 
 
-def test_a_model_from_the_hub_then_from_the_cache(hub: type[HubHandler], tiny_llama: Path) -> None:
+def test_a_model_from_the_hub_then_from_the_cache(hub: Hub, tiny_llama: Path) -> None:
     path = resolve_model("team/model")
     assert (path / "model.safetensors").read_bytes() == (tiny_llama / "model.safetensors").read_bytes()
     assert not (path / "pytorch_model.bin").exists()
@@ -265,7 +186,7 @@ def test_a_model_from_the_hub_then_from_the_cache(hub: type[HubHandler], tiny_ll
     assert hub.asked == []
 
 
-def test_a_tokenizer_or_a_config_alone(hub: type[HubHandler]) -> None:
+def test_a_tokenizer_or_a_config_alone(hub: Hub) -> None:
     tokenizer = load_tokenizer("team/model")
     assert tokenizer.decode(tokenizer("hi")["input_ids"]) == "hi"
     assert "model.norm.weight" in open_checkpoint("team/model", load_format="dummy")
@@ -283,29 +204,29 @@ def test_a_tokenizer_or_a_config_alone(hub: type[HubHandler]) -> None:
         ("no--such/model", r"no model 'no--such/model'"),
     ],
 )
-def test_what_the_hub_does_not_give(hub: type[HubHandler], name: str, message: str) -> None:
+def test_what_the_hub_does_not_give(hub: Hub, name: str, message: str) -> None:
     with pytest.raises(ModelNotFoundError, match=message):
         resolve_model(name)
 
 
-def test_a_broken_download_and_its_repeat(hub: type[HubHandler], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_download_and_its_repeat(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
     monkeypatch.setattr(time, "sleep", lambda _: None)  # the client waits between its tries
-    hub.broken.add("model.safetensors")
+    hub.broken.add("team/model/model.safetensors")
     with pytest.raises(CheckpointError, match=r"download of 'team/model' broke off.*run it again"):
         resolve_model("team/model")
     hub.broken.clear()
     assert set(open_checkpoint(resolve_model("team/model")).names())
 
 
-def test_a_repository_of_pickles(hub: type[HubHandler]) -> None:
-    (hub.folder / "model.safetensors").unlink()
+def test_a_repository_of_pickles(hub: Hub) -> None:
+    (hub.folders["models/team/model"] / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"weights are not all there.*\.bin"):
         resolve_model("team/model")
 
 
-def test_offline(hub: type[HubHandler], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -313,7 +234,7 @@ def test_offline(hub: type[HubHandler], monkeypatch: pytest.MonkeyPatch) -> None
         resolve_model("team/model")
 
 
-def test_an_unreachable_hub(hub: type[HubHandler], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -321,7 +242,7 @@ def test_an_unreachable_hub(hub: type[HubHandler], monkeypatch: pytest.MonkeyPat
         resolve_model("team/model")
 
 
-def test_a_cached_model_with_a_lost_shard_is_asked_for_again(hub: type[HubHandler]) -> None:
+def test_a_cached_model_with_a_lost_shard_is_asked_for_again(hub: Hub) -> None:
     path = resolve_model("team/model")
     (path / "model.safetensors").unlink()
     assert source._cached_snapshot("team/model", "weights") is None

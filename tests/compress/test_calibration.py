@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from hub_server import hub_server
 
+from hub_server import hub_server
 from octavo.builtin_text import builtin_text
 from octavo.compress.calibration import CalibrationSpec, load_calibration
 from octavo.errors import UserError
@@ -142,32 +142,53 @@ def test_builtin_text_has_two_parts_without_a_common_paragraph() -> None:
 
 _SCRIPT = """
 import sys
-from octavo.compress.hub_data import hub_rows
+from octavo.compress.calibration import CalibrationSpec, _rows
 from octavo.errors import UserError
+from octavo.evaluate.config import PerplexityConfig
+from octavo.evaluate.texts import load_text
 for name in sys.argv[1:]:
     try:
-        rows, source, _ = hub_rows(name, None, None, False)
-        print(name, len(list(rows)), next(iter(hub_rows(name, None, None, True)[0]))["text"])
+        rows, source, _ = _rows(CalibrationSpec(name))
+        print(name, len(list(rows)), next(iter(_rows(CalibrationSpec(name, streaming=True))[0]))["text"])
+    except UserError as error:
+        print(name, "UserError", error)
+    try:
+        text, source = load_text(PerplexityConfig("m", dataset=name, dataset_split="train"))
+        print(source, text.count("\\n\\n"), text[:5])
     except UserError as error:
         print(name, "UserError", error)
 """
 
 
 def test_hub_data_sets_and_what_goes_wrong_with_them(tmp_path: Path) -> None:
-    """The real client libraries against a server that answers as the Hub does."""
+    """The real client libraries against a server that answers as the Hub does, for `compress` and for `eval`."""
     names = ("acme/good", "acme/unknown", "acme/private", "acme/broken")
-    with hub_server() as address:
+    rows = [{"text": f"Row {i} of the good data set, about rivers and bridges."} for i in range(60)]
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with hub_server() as hub:
+        hub.folders |= {"datasets/acme/good": tmp_path / "rows", "datasets/acme/broken": tmp_path / "rows"}
+        hub.refused["datasets/acme/private"] = (401, "")
+        hub.broken.add("acme/broken/train.jsonl")
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-        environment |= {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_TELEMETRY": "1"}
+        environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_TELEMETRY": "1"}
         command = [sys.executable, "-c", _SCRIPT, *names]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=True)
-    good, unknown, private, broken = done.stdout.splitlines()
-    assert good == "acme/good 60 Row 0 of the good data set, about rivers and bridges."
-    assert unknown.startswith("acme/unknown UserError data set acme/unknown: the Hub has no data set of that name")
-    assert private.startswith("acme/private UserError data set acme/private: the Hub refuses access (HTTP 401)")
-    assert "hf auth login" in private
-    assert broken.startswith("acme/broken UserError data set acme/broken: it could not be downloaded or read")
-    assert "Try again" in broken
+    lines = done.stdout.splitlines()
+    assert lines[0] == "acme/good 60 Row 0 of the good data set, about rivers and bridges."
+    assert lines[1] == "data set acme/good, split train 59 Row 0"
+    reasons = (
+        "the Hub has no data set of that name",
+        "the Hub refuses access (HTTP 401)",
+        "it could not be downloaded",
+    )
+    for name, reason, calibrating, measuring in zip(names[1:], reasons, lines[2::2], lines[3::2], strict=True):
+        for line in (calibrating, measuring):
+            assert line.startswith(f"{name} UserError data set {name}: {reason}")
+        assert "no data set for the built-in text" in calibrating
+        assert "--dataset builtin" in measuring
+    assert "hf auth login" in lines[4]
+    assert "Try again" in lines[6]
 
 
 def test_without_datasets_installed_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

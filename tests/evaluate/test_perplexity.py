@@ -130,7 +130,7 @@ def test_texts(tmp_path: Path) -> None:
 
 def test_a_data_set_that_cannot_be_had_names_the_way_out() -> None:
     pytest.importorskip("datasets")
-    with pytest.raises(UserError, match=r"data set 'no-such/data-set'.*--dataset builtin"):
+    with pytest.raises(UserError, match=r"data set no-such/data-set: .*--dataset builtin"):
         load_text(PerplexityConfig(model="m", dataset="no-such/data-set"))
 
 

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from octavo.builtin_text import builtin_text
-from octavo.compress.hub_data import hub_rows
 from octavo.errors import UserError
+from octavo.hub_data import Wording, hub_rows
 
 _PIECE = 4_000_000  # characters that are tokenized at once
 _DEFAULT_LENGTH = 512
+_WORDING = Wording("dataset_config_name", "splits", "give a text file instead, or no data set for the built-in text")
 FILE_TYPES = (".txt", ".raw", ".md", ".jsonl", ".json", ".csv")
 
 
@@ -121,7 +122,7 @@ def _rows(spec: CalibrationSpec) -> tuple[Iterable[Any], str, bool]:
             return _file_rows(path), str(path), path.suffix.lower() not in (".jsonl", ".json", ".csv")
         if path.suffix.lower() in FILE_TYPES or isinstance(dataset, Path):
             raise UserError(f"calibration file {dataset} is not there; give the path of a file", param="dataset")
-        return hub_rows(dataset, spec.dataset_config_name, spec.splits, spec.streaming)
+        return hub_rows(dataset, spec.dataset_config_name, spec.splits, spec.streaming, _WORDING)
     if isinstance(dataset, Mapping):
         return _split(dataset, spec.splits), "the given data set", False
     if isinstance(dataset, Iterable):

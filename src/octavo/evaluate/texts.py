@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from octavo.builtin_text import builtin_text
 from octavo.errors import UserError
 from octavo.evaluate.config import PerplexityConfig
+from octavo.hub_data import Wording, hub_rows
 
-KNOWN_DATASETS = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1")}
+_WORDING = Wording(
+    "--dataset-config", "--dataset-split", "take --file TEXT or --dataset builtin, which need no download"
+)
 
 
 def load_text(config: PerplexityConfig) -> tuple[str, str]:
@@ -17,11 +21,9 @@ def load_text(config: PerplexityConfig) -> tuple[str, str]:
         return _read_file(Path(config.file)), Path(config.file).name
     if config.dataset == "builtin":
         return builtin_text("heldout"), "Python's documentation, held-out part"
-    name, subset = KNOWN_DATASETS.get(config.dataset or "", (config.dataset or "", None))
-    subset = config.dataset_config or subset
-    lines = _load_lines(name, subset, config.dataset_split)
+    rows, source, _ = hub_rows(str(config.dataset), config.dataset_config, config.dataset_split, False, _WORDING)
     # The quantization papers join WikiText's lines in this way; another joint is another text.
-    return "\n\n".join(lines), f"{name} {subset or ''} {config.dataset_split}".replace("  ", " ")
+    return "\n\n".join(_text(row, source) for row in rows), f"{source}, split {config.dataset_split}"
 
 
 def _read_file(path: Path) -> str:
@@ -34,20 +36,10 @@ def _read_file(path: Path) -> str:
     return text
 
 
-def _load_lines(name: str, subset: str | None, split: str) -> list[str]:
-    way_out = "--file TEXT and --dataset builtin need no download"
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise UserError(
-            f"--dataset {name} needs the datasets package: pip install 'octavo[hub]'; {way_out}", param="dataset"
-        ) from None
-    try:
-        data = load_dataset(name, subset, split=split)
-    except (OSError, ValueError, RuntimeError) as error:  # unknown name, no access, no network, a broken download
-        reason = str(error).strip().split("\n", 1)[0]
-        raise UserError(f"data set {name!r} ({split}) cannot be loaded: {reason}; {way_out}", param="dataset") from None
-    if "text" not in data.column_names:
-        columns = ", ".join(data.column_names)
-        raise UserError(f"data set {name!r} has no text column (it has {columns}); {way_out}", param="dataset")
-    return list(data["text"])
+def _text(row: Any, source: str) -> str:
+    if isinstance(row, str):
+        return row
+    if not isinstance(row.get("text"), str):
+        columns = ", ".join(row)
+        raise UserError(f"{source} has no text column (it has {columns}); {_WORDING.instead}", param="dataset")
+    return str(row["text"])
