@@ -237,7 +237,10 @@ def _add_flag(group: argparse._ArgumentGroup, s: Setting) -> None:
 
 
 def _default_note(s: Setting) -> str:
-    return " (required)" if s.is_required else f" (default: {s.default_text})"
+    if s.is_required:
+        return " (required)"
+    # What happens without a value that has no default is for the help text to say.
+    return "" if s.default is None else f" (default: {s.default_text})"
 
 
 def _dashes(word: str) -> str:

@@ -24,6 +24,7 @@ def test_help_of_each_command(name, capsys):
     text = capsys.readouterr().out
     assert text.startswith(f"usage: octavo {name}")
     assert "OCTAVO_SOME_FLAG" in text
+    assert "(default: none)" not in text  # what happens without a value is said in words
 
 
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["help"]])
@@ -68,6 +69,13 @@ def test_what_needs_no_model_imports_no_torch(words):
         (["bench", "--target", "ftp://x", "--profile", "synchronous"], 2, "must start with http"),
         (["bench", "--target", "http://x", "--profile", "sideways"], 2, "--profile: 'sideways' is none of"),
         (["serve", "demo", "--port", "99999"], 2, "port is 99999; it must be 0 to 65535"),
+        (["compress", "m", "--output-dir", "o", "--scheme", "FP8"], 2, "'FP8' is not there yet; the schemes that work"),
+        (["compress", "m", "--output-dir", "o", "--scheme", "W5"], 2, "unknown scheme 'W5'"),
+        (["compress", "m", "--output-dir", "o", "--algorithm", "awq"], 2, "'awq' is not there yet"),
+        (["compress", "m", "--output-dir", "o", "--num-calibration-samples", "0"], 2, "num_calibration_samples is 0"),
+        (["compress", "m", "--output-dir", "o", "--group-size", "1"], 2, "group size 1 is not possible"),
+        (["compress", "m", "--output-dir", "o", "--recipe", "none.yaml"], 2, "none.yaml is not there"),
+        (["compress", "no-such-model", "--output-dir", "o"], 1, "no model 'no-such-model'"),
         (["chat"], 2, "give MODEL or --url"),
         (["chat", "--url", "http://127.0.0.1:9", "-q", "hello"], 1, "no server answers at http://127.0.0.1:9"),
     ],

@@ -267,12 +267,26 @@ def test_checkpoints_of_every_family_are_filled_block_by_block(family: str, tmp_
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_a_checkpoint_that_lacks_a_tensor_is_refused(family: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(
+    family: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     model = tiny_model(family)
     lost = next(name for name in model.state_dict() if "norm" in name)
     model.save_pretrained(tmp_path, state_dict={k: v for k, v in model.state_dict().items() if k != lost})
+    capfd.readouterr()
     with pytest.raises(CheckpointError, match="lacks"):
         open_source(str(tmp_path), tokenizer="none")
+    said = capfd.readouterr()
+    assert "MISSING" not in said.out + said.err + caplog.text  # transformers' load report
+
+
+def test_a_group_size_that_fits_nothing_is_found_before_a_model_is_loaded_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model("gpt_neox").save_pretrained(tmp_path)
+    monkeypatch.setattr("octavo.compress.model_source._load_whole", lambda *_: pytest.fail("it was loaded"))
+    with pytest.raises(UserError, match="group size 7 does not divide"):
+        oneshot(str(tmp_path), recipe=QuantizationModifier(scheme="W4A16", group_size=7))
 
 
 def test_the_model_itself_is_no_output_folder(tiny_llama: Path, tmp_path: Path) -> None:
@@ -280,8 +294,10 @@ def test_the_model_itself_is_no_output_folder(tiny_llama: Path, tmp_path: Path) 
     with pytest.raises(UserError, match="is the model itself"):
         oneshot(str(tiny_llama), recipe=recipe, output_dir=tiny_llama)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="is a file"):
+    with pytest.raises(UserError, match=r"cannot be made: it is a file; name another"):
         oneshot(str(tiny_llama), recipe=recipe, output_dir=tmp_path / "file")
+    with pytest.raises(UserError, match=r"file/below cannot be made: Not a directory; name another with --output-dir"):
+        oneshot(str(tiny_llama), recipe=recipe, output_dir=tmp_path / "file" / "below")
 
 
 def test_recipe_that_matches_nothing_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
@@ -10,7 +11,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from octavo.bench.config import BenchConfig
@@ -18,8 +18,7 @@ from octavo.bench.load import Limits
 from octavo.bench.profiles import RunPlan
 from octavo.bench.records import RequestRecord
 from octavo.bench.slo import Slo
-
-REFRESH_SECONDS = 0.2
+from octavo.progress import Progress
 
 
 class Screen:
@@ -46,25 +45,18 @@ class Screen:
     @contextlib.contextmanager
     def progress(self, plan: RunPlan, limits: Limits) -> Iterator[Callable[[RequestRecord], None]]:
         """A bar by requests or by seconds, whichever ends the run; only on a terminal."""
-        if not self._notes.is_terminal or self._notes.quiet:
-            yield lambda record: None
-            return
-        text = TextColumn("{task.description} {task.fields[done]} done, {task.fields[failed]} failed")
-        with Progress(text, BarColumn(), TimeElapsedColumn(), console=self._notes, auto_refresh=False) as bar:
-            total = limits.max_requests or limits.max_seconds
-            task = bar.add_task(plan.title, total=total, done=0, failed=0)
-            started, shown = perf_counter(), 0.0
-            counts = {"completed": 0, "failed": 0}
+        total = limits.max_requests or limits.max_seconds
+        unit = "requests" if limits.max_requests else "s"
+        started = perf_counter()
+        counts = {"completed": 0, "failed": 0}
+        enabled = not self._notes.quiet
+        with Progress(total, plan.title, unit=unit, enabled=enabled, from_caller=True) as bar:
 
             def on_finished(record: RequestRecord) -> None:
-                nonlocal shown
                 counts[record.status] = counts.get(record.status, 0) + 1
-                now = perf_counter()
-                if now - shown < REFRESH_SECONDS:
-                    return
-                shown = now
-                value = sum(counts.values()) if limits.max_requests else min(now - started, total or 0)
-                bar.update(task, completed=value, done=counts["completed"], failed=counts["failed"], refresh=True)
+                seconds = min(perf_counter() - started, total or math.inf)
+                done = sum(counts.values()) if limits.max_requests else seconds
+                bar.update(done, note=f"{counts['completed']} done, {counts['failed']} failed")
 
             yield on_finished
 

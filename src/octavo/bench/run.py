@@ -28,7 +28,8 @@ from octavo.bench.metrics_scrape import MetricsScraper
 from octavo.bench.records import RequestRecord
 from octavo.bench.slo import Slo, highest_holding, requests_to_decide
 from octavo.bench.trace import TraceEntry, read_trace, trace_workload
-from octavo.errors import OctavoError, UserError
+from octavo.errors import OctavoError
+from octavo.folders import output_folder
 
 
 @dataclass
@@ -55,7 +56,7 @@ def run(config: BenchConfig, *, quiet: bool = False) -> BenchResult:
     slo = Slo.parse(config.slo) if config.slo else None
     trace = read_trace(Path(config.data)) if config.profile == "replay" else []
     plans = profiles.plans(config, [entry.seconds for entry in trace])  # raises before anything is sent
-    output_dir = _make_output_dir(config.output_dir)
+    output_dir = output_folder(config.output_dir)
     screen = console.Screen(quiet)
     measured, records = _run_loop(_measure(config, slo, plans, trace, screen))
     files = report.write(measured, output_dir)
@@ -211,15 +212,6 @@ def _exit_code(config: BenchConfig, measured: dict[str, Any]) -> int:
     if measured["interrupted"] or not runs or any(not r["requests"]["completed"] for r in runs):
         return 1
     return int(config.fail_on_slo and any(r["slo"]["met"] is False for r in runs))
-
-
-def _make_output_dir(name: str) -> Path:
-    path = Path(name)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output-dir {name!r} cannot be made: {error.strerror}", param="output_dir") from None
-    return path
 
 
 def _write_requests(runs: list[tuple[str, list[RequestRecord]]], path: Path) -> Path:

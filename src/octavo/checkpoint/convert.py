@@ -11,6 +11,7 @@ from octavo.checkpoint.base import Checkpoint
 from octavo.checkpoint.reader import open_checkpoint
 from octavo.checkpoint.shards import SHARD_BYTES, ShardWriter, write_json
 from octavo.errors import CheckpointError, UserError
+from octavo.folders import output_folder
 from octavo.progress import Progress
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -35,7 +36,7 @@ def convert(
     if directory.resolve() == checkpoint.path.resolve():
         raise UserError(f"the output directory {directory} is the model itself; name another one", param="output_dir")
     # First what can fail early: a model without a tokenizer is of little use.
-    directory.mkdir(parents=True, exist_ok=True)
+    output_folder(directory)
     checkpoint.save_tokenizer(directory)
     _write_weights(checkpoint, directory, torch_dtype, max_shard_bytes)
     if checkpoint.generation_config:

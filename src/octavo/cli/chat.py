@@ -25,14 +25,18 @@ EXAMPLES = """
 class ChatSettings:
     """Whom to talk to, and how."""
 
-    model: str | None = setting(None, "model to load on the spot; not with --url", positional=True)
-    url: str | None = setting(None, "Base URL of an OpenAI-compatible server")
-    model_name: str | None = setting(None, "Model name to send (default: the first that the server lists)")
-    api_key: str | None = setting(None, "Bearer token for the server", metavar="KEY")
-    system_prompt: str | None = setting(None, "System message of the conversation", metavar="TEXT")
-    quick: str | None = setting(None, "Send this one message, print the answer and exit", short="-q", metavar="TEXT")
-    max_tokens: int = setting(512, "Longest answer in tokens")
-    temperature: float | None = setting(None, "Sampling temperature (default: the server's)")
+    model: str | None = setting(None, "model to load on the spot, instead of --url", positional=True)
+    url: str | None = setting(None, "base URL of an OpenAI-compatible server, instead of MODEL")
+    model_name: str | None = setting(
+        None, "name of the model to ask for; if not given, the first that the server lists", metavar="NAME"
+    )
+    api_key: str | None = setting(None, "bearer token for the server", metavar="KEY")
+    system_prompt: str | None = setting(None, "system message of the conversation", metavar="TEXT")
+    quick: str | None = setting(None, "send this one message, print the answer and exit", short="-q", metavar="TEXT")
+    max_tokens: int = setting(512, "longest answer in tokens")
+    temperature: float | None = setting(
+        None, "sampling temperature, 0 for the likeliest token; if not given, the server's"
+    )
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.url is None):

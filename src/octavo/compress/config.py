@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.compress.schemes import PRESETS
 from octavo.settings import setting
 
-SCHEMES = (
-    "W4A16", "W4A16_ASYM", "W3A16", "W8A16", "W8A8", "W4A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "MXFP4A16",
-)  # fmt: skip
 OBSERVERS = ("minmax", "mse", "imatrix_mse", "signed", "imatrix_signed")
 
 
@@ -20,8 +18,7 @@ class CompressConfig:
     output_dir: str = setting(help="folder for the checkpoint and compression_report.json", metavar="DIR")
     scheme: str | None = setting(
         None,
-        "quantization scheme; W4A16, W8A16 and W8A8 work so far; W4A16 if neither this nor a recipe is given",
-        choices=SCHEMES,
+        f"quantization scheme: {', '.join(PRESETS)}; W4A16 if neither this nor a recipe is given",
     )
     algorithm: str | None = setting(
         None,
@@ -60,3 +57,10 @@ class CompressConfig:
     actorder: str = setting("static", "gptq: take columns by importance, or as they are", choices=("static", "none"))
     seed: int = setting(0, "seed of everything that is drawn at random")
     resume: bool = setting(False, "go on after the blocks that an interrupted run finished")
+
+    def check(self) -> None:
+        """Refuse what no model could be compressed with. Raises UserError."""
+        from octavo.compress.oneshot import modifiers_of, spec_of
+
+        spec_of(self)
+        modifiers_of(self)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,8 @@ class CheckpointSource(ModelSource):
         if missing:
             raise _OtherNamesError(
                 f"{self.checkpoint.path} lacks {len(missing)} tensors of {type(self.model).__name__}, the first is "
-                f"{missing[0]!r}; the checkpoint is incomplete, or names its tensors in a way that is not read"
+                f"{missing[0]!r}; the checkpoint is incomplete, or names its tensors in a way that is not read",
+                self.model,
             )
         return names
 
@@ -185,10 +187,13 @@ class CheckpointSource(ModelSource):
             (directory / "generation_config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def open_source(model: Any, tokenizer: Any = None, keep: bool = False) -> ModelSource:
+def open_source(
+    model: Any, tokenizer: Any = None, keep: bool = False, check: Callable[[Any], object] = lambda model: None
+) -> ModelSource:
     """A source for a model's name or path, or for a loaded model. UserError's kinds say why one cannot be had.
 
     A checkpoint whose tensors do not have the names of the model's modules (GPT-NeoX) is loaded whole by transformers.
+    That takes long, so `check` is called with the empty model before; what it raises ends it.
     """
     if isinstance(model, nn.Module):
         return LoadedSource(model, tokenizer)
@@ -196,12 +201,17 @@ def open_source(model: Any, tokenizer: Any = None, keep: bool = False) -> ModelS
     try:
         return CheckpointSource(checkpoint, str(model), tokenizer, keep)
     except _OtherNamesError as error:
+        check(error.model)
         loaded = _load_whole(checkpoint, error)
         return LoadedSource(loaded, checkpoint.load_tokenizer() if tokenizer is None else tokenizer)
 
 
 class _OtherNamesError(CheckpointError):
-    """The checkpoint lacks tensors of the model, at least under the model's names."""
+    """The checkpoint lacks tensors of the (empty) `model`, at least under its names."""
+
+    def __init__(self, message: str, model: Any) -> None:
+        super().__init__(message)
+        self.model = model
 
 
 def _load_whole(checkpoint: Checkpoint, error: CheckpointError) -> Any:
@@ -211,10 +221,23 @@ def _load_whole(checkpoint: Checkpoint, error: CheckpointError) -> Any:
     if not checkpoint.path.is_dir():
         raise error
     loader: Any = AutoModelForCausalLM
-    model, info = loader.from_pretrained(checkpoint.path, output_loading_info=True)
+    with _quiet_transformers():  # its report of what is missing would come before the error, which says it
+        model, info = loader.from_pretrained(checkpoint.path, output_loading_info=True)
     if info["missing_keys"] or info.get("mismatched_keys"):
         raise CheckpointError(str(error)) from None
     return model.requires_grad_(False)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def has_amx() -> bool:

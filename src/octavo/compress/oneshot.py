@@ -27,11 +27,12 @@ from octavo.compress.modifiers.base import LayerResult, Modifier
 from octavo.compress.modifiers.gptq import GPTQModifier
 from octavo.compress.modifiers.quantization import QuantizationModifier
 from octavo.compress.pipeline import BlockPipeline
-from octavo.compress.progress import block_progress
 from octavo.compress.recipe import dump_recipe, parse_recipe
 from octavo.compress.report import environment, layer_entry, report_lines, size_report
 from octavo.compress.work_folder import WorkFolder
 from octavo.errors import UserError
+from octavo.folders import output_folder
+from octavo.progress import Progress
 
 _GPTQ_SETTINGS = ("dampening_frac", "block_size", "actorder")
 _ONE_BATCH_BYTES = 3_000_000_000  # activations of the whole calibration set in one block that are still held at once
@@ -82,28 +83,33 @@ def oneshot(
         dataset, dataset_config_name, splits, text_column, num_calibration_samples, max_seq_length,
         shuffle_calibration_samples, concatenate_data, streaming, seed,
     )  # fmt: skip
-    source = open_source(model, _tokenizer(tokenizer), keep=True)
-    job = _Job(source, parse_recipe(recipe), spec, batch_size)
+    modifiers = parse_recipe(recipe)
+    source = open_source(model, _tokenizer(tokenizer), keep=True, check=lambda empty: _plan(empty, modifiers))
+    job = _Job(source, modifiers, spec, batch_size)
     job.run(None if output_dir is None else Path(output_dir), resume)
     return source.model
 
 
 def run(config: CompressConfig, quiet: bool = False) -> CompressionResult:
     """Compress as the settings say and print the report, unless `quiet`. UserError says what is wrong with them."""
-    if config.dataset is not None and config.calibration_file is not None:
-        raise UserError("give --dataset or --calibration-file, not both", param="dataset")
-    dataset: Any = config.dataset if config.calibration_file is None else Path(config.calibration_file)
-    spec = CalibrationSpec(
-        dataset, config.dataset_config_name, config.splits, config.text_column, config.num_calibration_samples,
-        config.max_seq_length, config.shuffle_calibration_samples, seed=config.seed,
-    )  # fmt: skip
-    modifiers = modifiers_of(config)
-    job = _Job(open_source(config.model), modifiers, spec, None)
-    result = job.run(Path(config.output_dir), config.resume)
+    spec, modifiers = spec_of(config), modifiers_of(config)
+    source = open_source(config.model, check=lambda empty: _plan(empty, modifiers))
+    result = _Job(source, modifiers, spec, None).run(Path(config.output_dir), config.resume)
     if not quiet:
         print("\n".join(report_lines(result.report)))
         print(f"written to {config.output_dir}")
     return result
+
+
+def spec_of(config: CompressConfig) -> CalibrationSpec:
+    """The calibration data that the settings mean."""
+    if config.dataset is not None and config.calibration_file is not None:
+        raise UserError("give --dataset or --calibration-file, not both", param="dataset")
+    dataset: Any = config.dataset if config.calibration_file is None else Path(config.calibration_file)
+    return CalibrationSpec(
+        dataset, config.dataset_config_name, config.splits, config.text_column, config.num_calibration_samples,
+        config.max_seq_length, config.shuffle_calibration_samples, seed=config.seed,
+    )  # fmt: skip
 
 
 def modifiers_of(config: CompressConfig) -> list[Modifier]:
@@ -139,6 +145,11 @@ def _tokenizer(tokenizer: Any) -> Any:
     return load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
 
 
+def _plan(model: Any, modifiers: list[Modifier]) -> tuple[Blocks, Plan]:
+    blocks = find_blocks(model)
+    return blocks, make_plan(model, blocks, modifiers)
+
+
 class _Job:
     """One compression, from the parsed arguments to the report."""
 
@@ -148,27 +159,27 @@ class _Job:
         if batch_size is not None and batch_size < 1:
             raise UserError(f"batch_size is {batch_size}; it must be at least 1", param="batch_size")
         self.source, self.modifiers, self.spec, self.batch_size = source, modifiers, spec, batch_size
-        self.blocks: Blocks = find_blocks(source.model)
-        self.plan: Plan = make_plan(source.model, self.blocks, modifiers)
+        self.blocks, self.plan = _plan(source.model, modifiers)
 
     def run(self, output_dir: Path | None, resume: bool) -> CompressionResult:
         if resume and output_dir is None:
             raise UserError("resume needs the output_dir of the interrupted run", param="resume")
         started = time.perf_counter()
         torch.manual_seed(self.spec.seed)
+        if output_dir is not None:
+            self._check_folder(output_dir)
         data = self._calibration()
         fingerprint = self._fingerprint(data)
         recipe = dump_recipe(self.modifiers)
         folder = None
         if output_dir is not None:
-            self._check_folder(output_dir)
             if resume and (finished := _finished(output_dir, fingerprint)) is not None:
                 self._restore(output_dir)
                 return CompressionResult(output_dir, finished)
             folder = WorkFolder(output_dir, fingerprint, resume)
         pipeline = BlockPipeline(self.source, self.blocks, self.plan, self._batches(data))
-        with block_progress(len(self.blocks.modules)) as progress, reused_buffers():
-            results = pipeline.run(folder, progress)
+        with Progress(len(self.blocks.modules), "compressing", unit="blocks") as progress, reused_buffers():
+            results = pipeline.run(folder, lambda done: progress.advance(_errors(done)))
         report = self._report(data, fingerprint, recipe, results, pipeline.seconds)
         if output_dir is None or folder is None:
             attach_save(self.source, self.plan, results, recipe)
@@ -188,8 +199,7 @@ class _Job:
     def _check_folder(self, output_dir: Path) -> None:
         if self.source.path is not None and output_dir.resolve() == self.source.path.resolve():
             raise UserError(f"output_dir {output_dir} is the model itself; name another folder", param="output_dir")
-        if output_dir.exists() and not output_dir.is_dir():
-            raise UserError(f"output_dir {output_dir} is a file; name a folder", param="output_dir")
+        output_folder(output_dir)
 
     @torch.no_grad()
     def _restore(self, output_dir: Path) -> None:
@@ -268,6 +278,10 @@ class _Job:
         embedding = names.get(id(self.source.model.get_input_embeddings()), "")
         output = names.get(id(self.source.model.get_output_embeddings()), "")
         return size_report(sizes, results, embedding, output, self.source.dtype.itemsize)
+
+
+def _errors(results: list[LayerResult]) -> str:
+    return " ".join(["error", *(f"{result.name.rpartition('.')[2]} {result.error:.4f}" for result in results)])
 
 
 def _finished(output_dir: Path, fingerprint: dict[str, str]) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ from octavo.compress.walker import BlockWalker
 from octavo.compress.work_folder import WorkFolder
 from octavo.errors import CheckpointError
 
-Progress = Callable[[int, list[LayerResult]], None]
+Progress = Callable[[list[LayerResult]], None]  # called with the layers of each block that is done
 
 
 class BlockPipeline:
@@ -54,7 +54,7 @@ class BlockPipeline:
             everything += results
             with self._phase("read"):
                 self.source.release(block)
-            progress(index, results)
+            progress(results)
         return everything
 
     def _begin(self) -> None:

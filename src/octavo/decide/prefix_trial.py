@@ -35,7 +35,7 @@ GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 @dataclass
 class Answer:
-    """One streamed answer: when it was asked (seconds since its round began), seconds to its first token and its end."""
+    """One streamed answer: seconds from the round's beginning to the question, from there to first token and end."""
 
     question: str
     text: str

@@ -26,7 +26,7 @@ from octavo.decide.prometheus import CacheLayout, MetricsSampler, read_cache_lay
 from octavo.decide.report import Result, render
 from octavo.decide.server_process import ServerProcess
 from octavo.decide.verdict import Verdict, advise, check_load, check_perplexity, check_size
-from octavo.errors import UserError
+from octavo.folders import output_folder
 from octavo.machine import cpu_name
 from octavo.version import __version__
 
@@ -40,7 +40,7 @@ class _Loop:
     def __init__(self, config: QuickstartConfig) -> None:
         self.config = config
         self.slo = Slo.parse(config.slo)
-        self.folder = _make_folder(config.output_dir)
+        self.folder = output_folder(config.output_dir)
         self.narrator = Narrator(num_stages=6)
 
 
@@ -186,15 +186,6 @@ def _write(loop: _Loop, result: Result, verdict: Verdict) -> None:
     (loop.folder / "report.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     (loop.folder / "report.html").write_text(render(result), encoding="utf-8")
     loop.narrator.verdict(verdict, loop.folder / "report.html", result["seconds"], result["next_command"])
-
-
-def _make_folder(name: str) -> Path:
-    folder = Path(name).expanduser()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output-dir {name!r} cannot be made: {error.strerror}", param="output_dir") from error
-    return folder
 
 
 @contextmanager
