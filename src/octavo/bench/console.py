@@ -20,6 +20,11 @@ from octavo.bench.records import RequestRecord
 from octavo.bench.slo import Slo
 from octavo.progress import Progress
 
+LEGEND = (
+    "objective: the share of requests that hold it. '?': too few requests to be sure. 'gaps': the percentile of all "
+    "gaps between tokens is over the limit."
+)
+
 
 class Screen:
     """Prints results on stdout, notes and progress on stderr; nothing when `quiet`."""
@@ -81,20 +86,28 @@ def verdict_lines(highest: dict[str, Any] | None) -> list[str]:
     if not highest:
         return []
     lines: list[str] = []
-    for key, unit in (("rate", "requests/s"), ("streams", "streams at once")):
+    for key in ("rate", "streams"):
         if key in highest:
             tried = highest[f"{key}_tried_up_to"]
             if highest[key] is None:
-                lines.append(f"no measured load holds it (lowest to {tried:.4g} {unit})")
+                lines.append(f"no measured load holds it (tried up to {_load(key, tried)})")
             elif highest[key] == tried:
-                lines.append(f"holds it up to {tried:.4g} {unit}, the highest that was tried")
+                lines.append(f"holds it up to {_load(key, tried)}, the highest that was tried")
             else:
-                lines.append(f"holds it up to {highest[key]:.4g} {unit} (tried up to {tried:.4g})")
+                lines.append(f"holds it up to {_load(key, highest[key])} (tried up to {tried:.4g})")
     return lines
 
 
+def _load(key: str, value: float) -> str:
+    if key == "rate":
+        return f"{value:.4g} requests/s"
+    return f"{value:.4g} streams at once" if value != 1 else "one request at a time"
+
+
 def _table(report: dict[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=report["label"], title_justify="left")
+    caption = None if report["slo"] is None else LEGEND
+    table = Table(box=box.SIMPLE_HEAD, title=report["label"], title_justify="left", caption=caption,
+                  caption_justify="left")  # fmt: skip
     for name in ("run", "rate", "ok/fail/cut", "req/s", "out tok/s"):
         table.add_column(name, justify="left" if name == "run" else "right", no_wrap=True)
     for name in ("TTFT p50", "p99", "ITL p50", "p99", "latency p50", "p99 ms"):
@@ -117,6 +130,9 @@ def _table(report: dict[str, Any]) -> Table:
 def _verdict(slo: dict[str, Any]) -> str:
     if slo["met"] is None:
         return ""
+    gaps = slo["limits"].get("itl_ms", {"met": True, "observed": None})
+    if gaps["observed"] is not None and not gaps["met"]:
+        return f"missed {100 * slo['attainment']:.1f} %, gaps"
     doubt = "" if slo["decided"] else "?"
     return f"{'met' if slo['met'] else 'missed'}{doubt} {100 * slo['attainment']:.1f} %"
 
