@@ -93,7 +93,12 @@ class KVCache:
         return k.reshape(shape), v.reshape(shape)
 
     def scatter(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write k, v [T, Hkv, D] of token t to `slots[t]` = block * block_size + offset."""
+        """Write k, v [T, Hkv, D] of token t to `slots[t]` = block * block_size + offset; a slot of -1 is skipped."""
+        if slots.is_cuda:  # rows that pad a step have no slot; without a wait for the device they cannot be taken out
+            is_real = (slots >= 0)[:, None, None]
+            slots = slots.clamp(min=0)
+            old_k, old_v = self._at(slots)
+            k, v = torch.where(is_real, k, old_k.to(k.dtype)), torch.where(is_real, v, old_v.to(v.dtype))
         block, offset = slots // self.block_size, slots % self.block_size
         if self.interleaved:
             self.k[block, :, :, offset] = k.unflatten(2, (-1, 2)).to(self.dtype)
@@ -101,6 +106,13 @@ class KVCache:
         else:
             self.k[block, :, offset] = k.to(self.dtype)
             self.v[block, :, offset] = v.to(self.dtype)
+
+    def _at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [T, Hkv, D] in these slots."""
+        block, offset = slots // self.block_size, slots % self.block_size
+        if self.interleaved:
+            return self.k[block, :, :, offset].flatten(2), self.v[block, :, offset // 2, :, offset % 2]
+        return self.k[block, :, offset], self.v[block, :, offset]
 
 
 @dataclass
@@ -112,6 +124,8 @@ class AttentionMetadata:
     block_table: int32 [S, max_blocks]; block 0 stands for what slid out of a window and is never read.
     slot_mapping: int64 [T], block * block_size + offset where the keys and values of token t go.
     num_decodes: how many leading requests have exactly one query row.
+    query_lens_host, seq_lens_host: the lengths [S] as the host knows them, for kernels that are chosen by length; None
+        where the caller has none (or where a CUDA graph will run with other lengths).
     """
 
     query_start: Tensor
@@ -121,6 +135,8 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     num_decodes: int
+    query_lens_host: list[int] | None = None
+    seq_lens_host: list[int] | None = None
 
     def __post_init__(self) -> None:
         # Kernels read these by address, so a wrong type would be read as other numbers.

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import json
+import os
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +31,103 @@ def unavailable() -> str | None:
 def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 4 elsewhere, where kernels run under the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@functools.cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may start before the one ahead of it has ended (programmatic dependent launch, Hopper on).
+
+    Such a kernel calls `gdc_wait()` before it reads or writes memory, and only then `gdc_launch_dependents()`, so that
+    whatever starts early may rely on everything older than its direct predecessor.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+dependent_launch = True  # false: every kernel waits for the one ahead, to compare
+
+
+def uses_dependent_launch(device: torch.device) -> bool:
+    """Whether kernels are launched so, which `dependent_launch` can switch off."""
+    return dependent_launch and has_dependent_launch(device)
+
+
+@functools.cache
+def is_native() -> bool:
+    """Whether kernels are compiled, and may hold instructions of the GPU, or run under Triton's interpreter."""
+    return os.environ.get("TRITON_INTERPRET") != "1"
+
+
+_COUNTERS = 1 << 14
+_counters: dict[torch.device, torch.Tensor] = {}
+
+
+def counters(device: torch.device, needed: int = 0) -> torch.Tensor:
+    """Zeros, int32, that each kernel leaves zero: programs that share a result count themselves. One stream at a time.
+
+    Made when a weight is packed, so before a CUDA graph is captured.
+    """
+    assert needed <= _COUNTERS
+    found = _counters.get(device)
+    if found is None:
+        found = _counters[device] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+    return found
+
+
+class Tile(NamedTuple):
+    """Sizes of a product kernel: rows of x, rows and stored columns of the weight, parts of K, warps, stages.
+
+    One row of x means the kernel without matrix units. Stored columns are bf16 values or bytes of codes.
+    """
+
+    rows: int
+    n: int
+    k: int
+    split: int
+    warps: int
+    stages: int
+
+
+BUCKETS = (1, 16, 32, 64, 128, 256)
+
+
+def bucket(m: int) -> int:
+    """The smallest number of rows with tiles of its own that is at least m."""
+    return next((rows for rows in BUCKETS if m <= rows), BUCKETS[-1])
+
+
+@functools.cache
+def tile(kind: str, n: int, k: int, m: int) -> Tile:
+    """The sizes for m rows of x and a weight [n, k] of kind "bf16", "int4" or "int8", from the table of this GPU."""
+    key = bucket(m)
+    return tuned_tiles().get((kind, n, k, key)) or default_tile(kind, n, k, key)
+
+
+@functools.cache
+def tuned_tiles() -> dict[tuple[str, int, int, int], Tile]:
+    """What `benchmarks/gpu_linear.py` measured on this model of GPU: (kind, n, k, bucket) -> Tile."""
+    if not torch.cuda.is_available():
+        return {}
+    path = Path(__file__).parent / "tuned" / f"{torch.cuda.get_device_name().replace(' ', '_')}.json"
+    return read_tiles(path) if path.is_file() else {}
+
+
+def read_tiles(path: Path) -> dict[tuple[str, int, int, int], Tile]:
+    """Lines {"kind", "n", "k", "m", "tile": [6 numbers]} of a table of tiles."""
+    entries = json.loads(path.read_text())
+    return {(e["kind"], e["n"], e["k"], e["m"]): Tile(*e["tile"]) for e in entries}
+
+
+def default_tile(kind: str, n: int, k: int, m: int) -> Tile:
+    """Sizes for a shape that nobody measured: about two programs a multiprocessor of an H200, and a few tiles each."""
+    programs = 264
+    if m == 1:
+        return Tile(1, 8 if n >= 8 * programs else 4 if n >= 4 * programs else 2, 1024, 1, 4, 1)
+    rows = min(m, 64)
+    block = 64 if n < 16384 or rows < 64 else 128
+    depth = 128 if kind == "bf16" else 64
+    stored = k // 2 if kind == "int4" else k
+    split = max(1, min(programs * block // n, stored // (2 * depth), 16))
+    return Tile(rows, block, depth, split, 4, 4 if rows <= 32 else 3)
 
 
 def lazy(module: str, name: str) -> Callable[..., Any]:

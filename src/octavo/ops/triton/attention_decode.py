@@ -1,0 +1,257 @@
+"""Attention of one new token a request over its pages, split along the context.
+
+Split-KV decoding after Dao et al., "Flash-Decoding for long-context inference" (2023), with the online softmax of
+Milakov and Gimelshein (2018). A program takes one part of one request's context for one key head, with all query heads
+that share it in one tile. Parts are cut on the device out of `seq_lens`, so that the grid depends on the batch size
+alone and a CUDA graph stays valid whatever the lengths. The last part to finish merges all, in the order of positions.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from octavo.ops.kv_cache import AttentionMetadata, KVCache
+from octavo.ops.triton import runtime
+
+LOG2E = 1.4426950408889634
+NO_WINDOW = 2**31 - 1
+_FLOOR = tl.constexpr(-1e30)  # the running maximum before any score; finite, so that no difference is inf - inf
+_PROGRAMS_PER_MULTIPROCESSOR = 4  # as many fit at once, and a part that ends early leaves its place to another
+_FIXED_PARTS = 16  # parts of the longest context where cuts follow positions only
+
+
+@triton.jit
+def key_offsets(
+    table, start, length, stride_block, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """Where the rows of the keys start..start + BLOCK_N begin within one head of the cache: int64 [BLOCK_N].
+
+    `start` is a multiple of BLOCK_N below `length`. Keys behind the context get the address of its last one: clamped
+    instead of masked, so that the pages are known without a branch, ahead of their use.
+    """
+    if BLOCK_SIZE % BLOCK_N == 0:
+        page = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+        return page * stride_block + (start % BLOCK_SIZE + tl.arange(0, BLOCK_N)) * D
+    keys = tl.minimum(start + tl.arange(0, BLOCK_N), length - 1)
+    return tl.load(table + keys // BLOCK_SIZE).to(tl.int64) * stride_block + keys % BLOCK_SIZE * D
+
+
+@triton.jit
+def scores_base2(q, k, scale, softcap, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Scores of q [M, D] and k [N, D] in units of log2, so that exp2 serves; `scale` holds log2(e) without a softcap.
+
+    With one, `scale` is 1 / softcap times the plain scale and `softcap` holds log2(e).
+    """
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if HAS_SOFTCAP:
+        s = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(s * 2.8853900817779268)))  # tanh: exp2(2 x log2(e)) = exp(2 x)
+    return s
+
+
+@triton.jit
+def _attend_part(
+    q, k_head, v_head, table, first, last, low, length, row_max, row_sum, acc, scale, softcap, stride_block,
+    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the keys first <= j < last (multiples of BLOCK_N) that lie in low <= j < length."""
+    d = tl.arange(0, BLOCK_D)
+    for start in range(first, last, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        seen = (keys >= low) & (keys < length)
+        rows = key_offsets(table, start, length, stride_block, BLOCK_N, BLOCK_SIZE, D)
+        mask = seen[:, None] & (d < D)[None]
+        k = tl.load(k_head + rows[:, None] + d[None], mask=mask, other=0.0).to(q.dtype)
+        s = scores_base2(q, k, scale, softcap, HAS_SOFTCAP, PRECISION)
+        s = tl.where(seen[None], s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, axis=1))
+        p = tl.exp2(s - new_max[:, None])
+        shrink = tl.exp2(row_max - new_max)
+        row_sum = row_sum * shrink + tl.sum(p, axis=1)
+        row_max = new_max
+        v = tl.load(v_head + rows[:, None] + d[None], mask=mask, other=0.0).to(q.dtype)
+        acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def _merge_parts(
+    parts, part_stats, num_parts, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
+    """The output [GROUP_ROWS, BLOCK_D] out of partial ones, MERGED at a time in the order of positions."""
+    g, d = tl.arange(0, GROUP_ROWS), tl.arange(0, BLOCK_D)
+    row_max = tl.full((GROUP_ROWS,), _FLOOR, tl.float32)
+    row_sum = tl.zeros((GROUP_ROWS,), tl.float32)
+    acc = tl.zeros((GROUP_ROWS, BLOCK_D), tl.float32)
+    for start in range(0, num_parts, MERGED):
+        part = start + tl.arange(0, MERGED)
+        live = (part < num_parts)[:, None] & (g < GROUP)[None]
+        stats = part_stats + (part[:, None] * GROUP + g[None]) * 2
+        maxima = tl.load(stats, mask=live, other=float("-inf"))
+        sums = tl.load(stats + 1, mask=live, other=0.0)
+        new_max = tl.maximum(row_max, tl.max(maxima, axis=0))
+        weights = tl.exp2(maxima - new_max[None])
+        shrink = tl.exp2(row_max - new_max)
+        cells = parts + (part[:, None, None] * GROUP + g[None, :, None]) * D + d[None, None]
+        partial = tl.load(cells, mask=live[:, :, None] & (d < D)[None, None], other=0.0)
+        acc = acc * shrink[:, None] + tl.sum(partial * weights[:, :, None], axis=0)
+        row_sum = row_sum * shrink + tl.sum(sums * weights, axis=0)
+        row_max = new_max
+    return acc / row_sum[:, None]
+
+
+@triton.jit(do_not_specialize=["window", "part_tiles", "max_parts", "stride_table"])
+def decode_kernel(
+    q, k_cache, v_cache, block_table, seq_lens, sinks, out, parts, part_stats, arrived, scale, softcap, window,
+    part_tiles, max_parts, stride_q, stride_table, stride_block, stride_head, GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr, MERGED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (splits, key heads, requests). `part_tiles` > 0 fixes the tiles a part, cut by position from 0."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    split, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_splits, num_kv_heads = tl.num_programs(0), tl.num_programs(1)
+    length = tl.load(seq_lens + request)
+    low = tl.maximum(length - window, 0)
+    first_tile, end_tile = low // BLOCK_N, tl.cdiv(length, BLOCK_N)
+    if part_tiles > 0:
+        tiles = part_tiles
+        base = first_tile // tiles * tiles
+    else:
+        tiles = tl.maximum(tl.cdiv(end_tile - first_tile, num_splits), 1)
+        base = first_tile
+    num_parts = tl.cdiv(end_tile - base, tiles)  # 0 for a request of length 0, which pads the batch
+
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    cell = (m * D)[:, None] + d[None]
+    in_tile = (m < GROUP)[:, None] & (d < D)[None]
+    out_head = out + (request.to(tl.int64) * num_kv_heads + head) * (GROUP * D)
+    if num_parts == 0 and split == 0:
+        tl.store(out_head + cell, tl.zeros((BLOCK_M, BLOCK_D), out.dtype.element_ty), mask=in_tile)
+    if split < num_parts:
+        query = tl.load(q + request.to(tl.int64) * stride_q + head * GROUP * D + cell, mask=in_tile, other=0.0)
+        table = block_table + request.to(tl.int64) * stride_table
+        k_head, v_head = k_cache + head.to(tl.int64) * stride_head, v_cache + head.to(tl.int64) * stride_head
+        pair = request * num_kv_heads + head
+        parts += pair.to(tl.int64) * max_parts * (GROUP * D)
+        part_stats += pair.to(tl.int64) * max_parts * (GROUP * 2)
+        for part in range(split, num_parts, num_splits):
+            row_max = tl.full((BLOCK_M,), _FLOOR, tl.float32)
+            row_sum = tl.zeros((BLOCK_M,), tl.float32)
+            if HAS_SINKS:  # noqa: SIM102 - one is known to the compiler, the other to the device
+                if part == 0:  # a score without a value: weight 1 at its own maximum
+                    sink = tl.load(sinks + head * GROUP + m, mask=m < GROUP, other=0.0).to(tl.float32)
+                    row_max, row_sum = sink * 1.4426950408889634, row_sum + 1.0
+            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            first = tl.maximum(base + part * tiles, first_tile)
+            last = tl.minimum(base + (part + 1) * tiles, end_tile)
+            row_max, row_sum, acc = _attend_part(
+                query, k_head, v_head, table, first * BLOCK_N, last * BLOCK_N, low, length, row_max, row_sum, acc,
+                scale, softcap, stride_block, HAS_SOFTCAP, PRECISION, D, BLOCK_D, BLOCK_N, BLOCK_SIZE,
+            )  # fmt: skip
+            if num_parts == 1:
+                tl.store(out_head + cell, (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=in_tile)
+            else:
+                tl.store(parts + part * (GROUP * D) + cell, acc, mask=in_tile)
+                stats = part_stats + (part * GROUP + m) * 2
+                tl.store(stats, row_max, mask=m < GROUP)
+                tl.store(stats + 1, row_sum, mask=m < GROUP)
+        if num_parts > 1:
+            tl.debug_barrier()  # every thread's part is written before one of them says so
+            before = tl.atomic_add(arrived + pair, 1, sem="acq_rel", scope="gpu")
+            if before == tl.minimum(num_parts, num_splits) - 1:
+                merged = _merge_parts(parts, part_stats, num_parts, GROUP, GROUP_ROWS, D, BLOCK_D, MERGED)
+                g = tl.arange(0, GROUP_ROWS)
+                cells = out_head + (g * D)[:, None] + d[None]
+                live = (g < GROUP)[:, None] & (d < D)[None]
+                tl.store(cells, merged.to(out.dtype.element_ty), mask=live)
+                tl.store(arrived + pair, 0)  # ready for the next launch
+
+
+@functools.cache
+def _arrivals(device: torch.device, count: int) -> Tensor:
+    """Zeroed counters, which each launch leaves zeroed; shared by the launches of a device, which never overlap."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def tile_keys(head_dim: int, dtype: torch.dtype) -> int:
+    """Keys a tile: 16 KiB of keys in bfloat16 at a head of 128, so that three programs share a multiprocessor."""
+    return 64 if head_dim <= 128 and dtype.itemsize <= 2 else 32
+
+
+def decode(
+    q: Tensor,
+    cache: KVCache,
+    meta: AttentionMetadata,
+    out: Tensor,
+    num_requests: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    *,
+    num_splits: int | None = None,
+    fixed_parts: bool = False,
+    block_n: int | None = None,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> None:
+    """Write rows 0..num_requests - 1 of `out` [T, Hq * D]: request s has row s of q [T, Hq, D], contiguous heads.
+
+    A request whose `seq_lens` is 0 pads the batch: zeros. By default the cuts depend on the number of requests, and so
+    do the last bits of the result. `fixed_parts` cuts by position instead, at multiples of a length that follows from
+    the width of the block table alone: a request's parts and the order of their merge are then the same in any batch,
+    and so is every bit, as long as the engine keeps the table's width (its longest context) and the tile constant.
+    """
+    heads, head_dim = q.shape[1], q.shape[2]
+    kv_heads = cache.num_kv_heads
+    group = heads // kv_heads
+    if block_n is None:
+        block_n = tile_keys(head_dim, q.dtype)
+    if num_splits is None:
+        wanted = _PROGRAMS_PER_MULTIPROCESSOR * runtime.num_multiprocessors(q.device)
+        num_splits = max(1, wanted // (num_requests * kv_heads))
+    max_tiles = -(-meta.block_table.shape[1] * cache.block_size // block_n)
+    num_splits = min(num_splits, max_tiles)
+    part_tiles, max_parts = 0, num_splits
+    if fixed_parts:
+        part_tiles = -(-max_tiles // _FIXED_PARTS)
+        max_parts = -(-max_tiles // part_tiles)
+        num_splits = min(num_splits, max_parts)
+    pairs = num_requests * kv_heads
+    parts = torch.empty(pairs * max_parts * group, head_dim, dtype=torch.float32, device=q.device)
+    stats = torch.empty(pairs * max_parts * group, 2, dtype=torch.float32, device=q.device)
+    group_rows = triton.next_power_of_2(group)
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    factor, cap = score_factors(scale, softcap)
+    pdl = runtime.uses_dependent_launch(q.device)
+    decode_kernel[(num_splits, kv_heads, num_requests)](
+        q, cache.k, cache.v, meta.block_table, meta.seq_lens, q if sinks is None else sinks, out, parts, stats,
+        _arrivals(q.device, max(65536, triton.next_power_of_2(pairs))), factor, cap,
+        NO_WINDOW if window is None else window, part_tiles, max_parts, q.stride(0), meta.block_table.stride(0),
+        cache.k.stride(0), cache.k.stride(1), GROUP=group, GROUP_ROWS=group_rows,
+        D=head_dim, BLOCK_D=block_d, BLOCK_M=max(16, group_rows), BLOCK_N=block_n, BLOCK_SIZE=cache.block_size,
+        HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
+        PRECISION=precision(q.dtype), MERGED=max(1, min(8, 4096 // (group_rows * block_d))), PDL=pdl, launch_pdl=pdl,
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+
+
+def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """`scale` and `softcap` as `scores_base2` wants them."""
+    return (scale * LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How products of float32 are made: three TF32 products, near the exact one; other types ignore it."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
