@@ -42,7 +42,7 @@ def write_checkpoint(args: argparse.Namespace) -> Path:
 
 def probe_difference(ours: Path, other: Path) -> float:
     """Mean absolute difference of two probes' log-probabilities."""
-    a, b = (sum(json.loads(path.read_text()), []) for path in (ours, other))
+    a, b = ([x for row in json.loads(path.read_text()) for x in row] for path in (ours, other))
     if len(a) != len(b):
         raise SystemExit(f"{ours} has {len(a)} tokens and {other} {len(b)}")
     return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)
@@ -61,9 +61,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=100_000)
     parser.add_argument("--only", default="")
     parser.add_argument("--set", choices=("gpu", "cpu"), default="gpu")
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="whose random numbers the writer draws"
-    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where the writer draws")
     parser.add_argument("--baseline", type=Path)
     parser.add_argument("--baseline-label")
     parser.add_argument("--baseline-probe", type=Path)
