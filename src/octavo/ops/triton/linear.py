@@ -1,0 +1,285 @@
+"""Products of few rows: y = x W^T where reading W [N, K] once is what takes the time.
+
+One row is the business of `gemv.py`. For more, W is the large operand of the matrix units, and the rows of x, padded
+to 16, the small one. Where N gives too few programs, K is split, and the last program of a split to arrive adds the
+partial sums in a fixed order, so that results do not depend on who comes first.
+
+The RMS norm needs no pass of its own: x * g enters the product, the squares of x are summed beside it, and the rows of
+the result are scaled at the end, because the factor 1 / rms belongs to a whole row of x. Bias, gated activation and
+residual are applied before the result is written.
+
+With PDL (programmatic dependent launch) a program starts while the kernel ahead still runs. What it does until
+`gdc_wait` is to ask for its weights, which no kernel writes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from octavo.ops.triton import runtime
+from octavo.ops.triton.gemv import activate, gemv_kernel, weight_tile
+from octavo.ops.triton.linear_w4 import expand_codes
+from octavo.ops.triton.runtime import Tile
+
+LINE = tl.constexpr(128)  # bytes that one prefetch brings to the second-level cache
+MAX_PREFETCH = 1 << 16  # bytes of a program
+
+
+@triton.jit
+def _prefetch(w, row, first, ROW_BYTES: tl.constexpr, NUM_BYTES: tl.constexpr, LINES: tl.constexpr):
+    """Ask for NUM_BYTES bytes of each row from byte `first` on; at most LINES (a power of 2) lines."""
+    offset = tl.minimum(first + tl.arange(0, LINES) * LINE, ROW_BYTES - 1)
+    offset = tl.minimum(offset, first + NUM_BYTES - 1)
+    address = w.to(tl.int64, bitcast=True) + row.to(tl.int64)[:, None] * ROW_BYTES + offset[None, :]
+    tl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _input_tile(x, norm, m, k, M, K: tl.constexpr, EVEN: tl.constexpr):
+    """x [rows, columns] in bf16, times the weight of the norm; and its squares."""
+    inside = (m < M)[:, None]
+    if not EVEN:
+        inside = inside & (k < K)[None, :]
+    value = tl.load(x + m[:, None] * K + k[None, :], mask=inside, other=0)
+    square = value.to(tl.float32) * value.to(tl.float32)
+    if norm is not None:
+        value = (value.to(tl.float32) * tl.load(norm + k, mask=k < K, other=0).to(tl.float32)[None, :]).to(tl.bfloat16)
+    return value, square
+
+
+@triton.jit
+def multiply(w, x, total, NATIVE: tl.constexpr):
+    """total + w x^T for w [N, K] and x [M, K]; the interpreter has no product of bf16."""
+    if NATIVE:
+        total = tl.dot(w, tl.trans(x), total)
+    else:
+        total = tl.dot(w.to(tl.float32), tl.trans(x.to(tl.float32)), total)
+    return total
+
+
+@triton.jit
+def _product(
+    w, low, high, scale, offset, row, group, total,
+    GROUPS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """total [BLOCK_N, BLOCK_M] plus a tile of the weight times a tile of x, transposed.
+
+    Codes without an offset are multiplied as the small whole numbers that they are, and the sums of a group scaled;
+    with one, the weight is first rounded to bf16, as the reference does.
+    """
+    ZERO: tl.constexpr = 8 if offset is None else 0
+    if KIND == "int4":
+        a, b = expand_codes(w, ZERO, NATIVE)
+    else:
+        a = w.to(tl.bfloat16) if NATIVE or KIND == "bf16" else w.to(tl.float32).to(tl.bfloat16)
+        b = a
+    if KIND == "bf16":
+        total = multiply(a, low, total, NATIVE)
+    elif offset is None and GROUPS > 1:
+        part = multiply(a, low, tl.zeros_like(total), NATIVE)
+        if KIND == "int4":
+            part = multiply(b, high, part, NATIVE)
+        total += part * tl.load(scale + row * GROUPS + group).to(tl.float32)[:, None]
+    else:
+        if offset is not None:
+            factor = tl.load(scale + row * GROUPS + group).to(tl.float32)[:, None]
+            shift = tl.load(offset + row * GROUPS + group).to(tl.float32)[:, None]
+            a = (a.to(tl.float32) * factor + shift).to(tl.bfloat16)
+            b = (b.to(tl.float32) * factor + shift).to(tl.bfloat16)
+        total = multiply(a, low, total, NATIVE)
+        if KIND == "int4":
+            total = multiply(b, high, total, NATIVE)
+    return total
+
+
+@triton.jit
+def _end(total, scale, offset, bias, row, inverse, GROUPS: tl.constexpr, KIND: tl.constexpr):
+    """The factors that were left to the end, and the bias: [BLOCK_N, BLOCK_M]."""
+    y = total * inverse
+    if scale is not None and GROUPS == 1 and offset is None:
+        y *= tl.load(scale + row).to(tl.float32)[:, None]
+    if bias is not None:
+        y += tl.load(bias + row).to(tl.float32)[:, None]
+    return y
+
+
+@triton.jit
+def _write(
+    gate, up, square_sum, scale, offset, norm, bias, residual, out, m, n, M, N, eps,
+    K: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """The epilogue of a tile of whole sums."""
+    row = tl.minimum(n, N - 1)
+    inverse = tl.rsqrt(square_sum / K + eps)[None, :] if norm is not None else 1.0
+    y = _end(gate, scale, offset, bias, row, inverse, GROUPS, KIND)
+    if GATE is not None:
+        y = activate(y, _end(up, scale, offset, bias, row + N, inverse, GROUPS, KIND), GATE)
+    place = m.to(tl.int64)[None, :] * N + n[:, None]
+    inside = (m < M)[None, :] & (n < N)[:, None]
+    if residual is not None:
+        y += tl.load(residual + place, mask=inside, other=0).to(tl.float32)
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def few_rows_kernel(
+    x, w, scale, offset, norm, bias, residual, out, partial, counters, M, N, eps,
+    K: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, GATE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+    LINES: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """x [M, K] to out [M, N]; program (tile of N, part of K, tile of M).
+
+    4-bit tiles are one unit wide (BLOCK_K = UNIT / 2). LINES: how many lines of a row to prefetch before the wait.
+    """
+    ROW: tl.constexpr = K // 2 if KIND == "int4" else K
+    TILES: tl.constexpr = (ROW + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
+    EVEN: tl.constexpr = ROW % (BLOCK_K * SPLIT) == 0
+    BYTES: tl.constexpr = 2 if KIND == "bf16" else 1
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.minimum(n, N - 1)
+    first = tl.program_id(1) * TILES
+    if PDL:
+        PART: tl.constexpr = TILES * BLOCK_K * BYTES
+        _prefetch(w, row, first * BLOCK_K * BYTES, ROW * BYTES, PART, LINES)
+        if GATE is not None:
+            _prefetch(w, row + N, first * BLOCK_K * BYTES, ROW * BYTES, PART, LINES)
+        gdc_wait()
+        gdc_launch_dependents()
+    gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    for i in range(TILES):
+        tile = first + i
+        byte = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+        column = byte + tile * BLOCK_K if KIND == "int4" else byte
+        low, square = _input_tile(x, norm, m, column, M, K, EVEN)
+        high = low
+        if KIND == "int4":
+            high, high_square = _input_tile(x, norm, m, column + BLOCK_K, M, K, EVEN)
+            square += high_square
+        if norm is not None:
+            squares += square
+        group = tl.minimum(tile * BLOCK_K // (ROW // GROUPS), GROUPS - 1)
+        w_gate = weight_tile(w, row, byte, ROW, EVEN)
+        gate = _product(w_gate, low, high, scale, offset, row, group, gate, GROUPS, KIND, NATIVE)
+        if GATE is not None:
+            w_up = weight_tile(w, row + N, byte, ROW, EVEN)
+            up = _product(w_up, low, high, scale, offset, row + N, group, up, GROUPS, KIND, NATIVE)
+    square_sum = tl.sum(squares, axis=1)
+    if SPLIT == 1:
+        _write(gate, up, square_sum, scale, offset, norm, bias, residual, out, m, n, M, N, eps, K, GROUPS, KIND, GATE)
+    else:
+        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
+        AREA: tl.constexpr = 2 * SIZE + BLOCK_M
+        column = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        area = partial + column.to(tl.int64) * SPLIT * AREA
+        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        mine = area + tl.program_id(1) * AREA
+        tl.store(mine + place, gate)
+        if GATE is not None:
+            tl.store(mine + SIZE + place, up)
+        if norm is not None:
+            tl.store(mine + 2 * SIZE + tl.arange(0, BLOCK_M), square_sum)
+        tl.debug_barrier()  # the stores of all threads come before the one thread's release
+        if tl.atomic_add(counters + column, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
+            tl.store(counters + column, 0)  # for the next product
+            gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            square_sum = tl.zeros([BLOCK_M], tl.float32)
+            for part in range(SPLIT):
+                theirs = area + part * AREA
+                gate += tl.load(theirs + place, cache_modifier=".cg")
+                if GATE is not None:
+                    up += tl.load(theirs + SIZE + place, cache_modifier=".cg")
+                if norm is not None:
+                    square_sum += tl.load(theirs + 2 * SIZE + tl.arange(0, BLOCK_M), cache_modifier=".cg")
+            _write(
+                gate, up, square_sum, scale, offset, norm, bias, residual, out, m, n, M, N, eps, K, GROUPS, KIND, GATE
+            )  # fmt: skip
+
+
+class Weight(Protocol):
+    """What the kernels read: bf16 values, or codes with scale and offset [N, G]; see `weights.py`."""
+
+    shape: tuple[int, int]
+    kind: str
+    unit: int
+    groups: int
+    data: Tensor
+    scale: Tensor | None
+    offset: Tensor | None
+
+
+def few_rows(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gate: str | None = None,
+    residual: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """residual + gate(rms_norm(x) W^T + bias), each part optional; x [M, K] bf16, contiguous.
+
+    norm: weight [K] of an RMS norm of x with `eps`. gate: "silu" or "gelu_tanh" takes the first half of the rows of W
+    as the gate of the second, so that the result is [M, N / 2]. residual: added to the result, same shape, not changed.
+    tile: sizes other than those of the table, for benchmarks.
+    """
+    rows, k = x.shape
+    n = weight.shape[0] if gate is None else weight.shape[0] // 2
+    if tile is None:
+        tile = runtime.tile(weight.kind, weight.shape[0], k, rows)
+    block_k, split, lines = _plan(tile, weight.kind, k, weight.unit, weight.groups, weight.offset is not None)
+    out = torch.empty((rows, n), dtype=out_dtype, device=x.device)
+    pdl, native = runtime.uses_dependent_launch(x.device), runtime.is_native()
+    constants = (k, weight.groups, weight.kind, weight.unit, gate)
+    tensors = (x, weight.data, weight.scale, weight.offset, norm, bias, residual, out)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": pdl}
+    if tile.rows == 1:
+        gemv_kernel[(triton.cdiv(n, tile.n),)](*tensors, n, eps, *constants, tile.n, block_k, pdl, native, **options)
+        return out
+    columns, blocks = triton.cdiv(n, tile.n), triton.cdiv(rows, tile.rows)
+    if split > 1:
+        size = columns * blocks * split * (2 * tile.n + 1) * tile.rows
+        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+        counters = runtime.counters(x.device, columns * blocks)
+    else:
+        partial = counters = None
+    few_rows_kernel[(columns, split, blocks)](
+        *tensors, partial, counters, rows, n, eps, *constants, tile.rows, tile.n, block_k, split, lines, pdl, native,
+        **options,
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _plan(tile: Tile, kind: str, k: int, unit: int, groups: int, has_offset: bool) -> tuple[int, int, int]:
+    """(stored columns of a tile, parts of K, lines of a row to prefetch) that fit the weight."""
+    stored = k // 2 if kind == "int4" else k
+    block_k = min(tile.k, 1 << (stored - 1).bit_length())
+    if tile.rows == 1:
+        return block_k, 1, 0
+    if kind == "int4":
+        block_k = unit // 2
+    elif kind == "int8" and (groups > 1 or has_offset):
+        block_k = min(block_k, unit)
+    tiles = -(-stored // block_k)
+    split = min(tile.split, tiles)
+    split = -(-tiles // -(-tiles // split))  # no part is empty
+    num_bytes = -(-tiles // split) * block_k * (2 if kind == "bf16" else 1)
+    num_bytes = min(num_bytes, MAX_PREFETCH // tile.n)
+    return block_k, split, 1 << (-(-num_bytes // LINE.value) - 1).bit_length()

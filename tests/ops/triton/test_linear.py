@@ -1,0 +1,111 @@
+"""Few-row products against the reference on random input: every kind, prologue and epilogue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from random_weights import quantized
+from torch import Tensor
+
+from octavo.ops import reference
+from octavo.ops.packed_weight import TorchQuantized
+from octavo.ops.triton import runtime
+from octavo.ops.triton.runtime import Tile
+from octavo.ops.triton.weights import TritonCodes, TritonDense, TritonWeight
+
+KINDS = [("bf16", None), ("4s", 128), ("4s", None), ("4z", 32), ("4m", 64), ("8s", None), ("8s", 64), ("8m", 32)]
+
+
+def make(
+    kind: str, group: int | None, n: int, k: int, generator: torch.Generator, device: torch.device
+) -> tuple[TritonWeight, Tensor]:
+    """A weight in the kernels' layout, and what it stands for in float32."""
+    if kind == "bf16":
+        weight = (torch.randn(n, k, generator=generator) / k**0.5).bfloat16()
+        return TritonDense(weight, device), weight.float().to(device)
+    packed = quantized(n, k, kind, group, generator)
+    plain = TorchQuantized(packed, torch.bfloat16, torch.device("cpu")).rows(torch.arange(n), torch.float32)
+    return TritonCodes(packed, device), plain.to(device)
+
+
+def expected(x: Tensor, weight: Tensor, bias: Tensor | None = None, **parts: Any) -> Tensor:
+    """What `few_rows` fuses, in float32 one after another."""
+    y = x.float()
+    if parts.get("norm") is not None:
+        y = reference.rms_norm(y, parts["norm"], parts["eps"])
+    y = F.linear(y, weight, None if bias is None else bias.float())
+    if parts.get("gate") is not None:
+        y = (reference.silu_mul if parts["gate"] == "silu" else reference.gelu_tanh_mul)(y)
+    return y if parts.get("residual") is None else y + parts["residual"].float()
+
+
+def assert_close(actual: Tensor, wanted: Tensor) -> None:
+    error = (actual.float() - wanted).norm() / wanted.norm()
+    limit = 6e-3 if runtime.is_native() else 1.2e-2  # the interpreter cuts bf16 off instead of rounding
+    assert error < limit, float(error)
+
+
+@pytest.mark.parametrize(("kind", "group"), KINDS)
+@pytest.mark.parametrize("tile", [Tile(1, 4, 128, 1, 4, 1), Tile(16, 32, 64, 1, 4, 2), Tile(16, 16, 64, 2, 4, 2)])
+def test_plain_product(kind: str, group: int | None, tile: Tile, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight, plain = make(kind, group, 50, 384, generator, device)
+    rows = 1 if tile.rows == 1 else 5
+    x = torch.randn(rows, 384, generator=generator).bfloat16().to(device)
+    bias = torch.randn(50, generator=generator).bfloat16().to(device)
+    actual = weight.few(x, bias, torch.float32, tile=tile)
+    assert actual.dtype == torch.float32
+    assert_close(actual, expected(x, plain, bias))
+    assert not runtime.counters(device).any()
+
+
+@pytest.mark.parametrize(("kind", "group"), [("bf16", None), ("4s", 32), ("4m", 32), ("8s", 64)])
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize("tile", [Tile(1, 2, 64, 1, 4, 1), Tile(16, 16, 64, 1, 4, 2), Tile(16, 16, 32, 3, 4, 2)])
+def test_norm_gate_bias_and_residual(
+    kind: str, group: int | None, gate: str | None, tile: Tile, device: torch.device
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    weight, plain = make(kind, group, 40, 192, generator, device)
+    rows = 1 if tile.rows == 1 else 18
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16().to(device)
+
+    x, bias, residual = 3 * random(rows, 192), random(40), random(rows, 20 if gate else 40)
+    parts = {"norm": random(192), "eps": 1e-5, "gate": gate, "residual": residual}
+    kept = residual.clone()
+    actual = weight.few(x, bias, tile=tile, **parts)
+    assert actual.dtype == torch.bfloat16
+    assert_close(actual, expected(x, plain, bias, **parts))
+    assert torch.equal(residual, kept)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "4s", "8s"])
+@pytest.mark.parametrize("rows", [0, 1, 2, 17, 70, 300])
+def test_linear_takes_any_number_of_rows(kind: str, rows: int, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight, plain = make(kind, None if kind == "bf16" else 32, 48, 96, generator, device)
+    x = torch.randn(rows, 96, generator=generator).bfloat16().to(device)
+    for dtype in (torch.bfloat16, torch.float32):
+        actual = weight.linear(x, None, dtype)
+        assert actual.dtype == dtype and actual.shape == (rows, 48)
+        if rows:
+            assert_close(actual, expected(x, plain))
+    with pytest.raises(ValueError, match="95 columns"):
+        weight.linear(x[:, :95], None, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("kind", "group"), KINDS)
+def test_rows_and_the_whole_weight(kind: str, group: int | None, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(4)
+    weight, plain = make(kind, group, 70, 256, generator, device)
+    ids = torch.tensor([[3, 69], [0, 3]], device=device)
+    assert torch.equal(weight.rows(ids, torch.float32), plain[ids])
+    if runtime.is_native():
+        assert torch.equal(weight.dense(), plain.bfloat16())
+    assert_close(weight.dense(), plain)
+    assert weight.num_bytes < plain.nbytes
