@@ -13,7 +13,7 @@ from octavo.server.generation import Delta, Job
 from octavo.server.logprobs import LogprobFormatter
 from octavo.server.parse import Parsed
 from octavo.server.protocol import ChatCompletionRequest
-from octavo.server.replies import EventStream, JsonReply, LateReply, event
+from octavo.server.replies import EventStream, EventTemplate, JsonReply, LateReply, event
 from octavo.server.state import FINGERPRINT, ServerState
 from octavo.server.usage import StreamUsage, UsageMeter
 
@@ -122,6 +122,8 @@ class _ChatAnswer:
     async def stream(self, jobs: list[Job]) -> AsyncGenerator[bytes, None]:
         usage = StreamUsage(self._request, self._state.config)
         has_role: set[int] = set()
+        templates: dict[int, EventTemplate] = {}  # choice -> its chunks that have a text and nothing else
+        is_plain = not (self._request.logprobs or self._request.return_token_ids or usage.always)
         async with aclosing(self._state.generator.run(jobs)) as deltas:
             async for delta in deltas:
                 self._usage.add(delta, 0)
@@ -132,9 +134,20 @@ class _ChatAnswer:
                     )
                     if self._echo:
                         yield self._chunk(delta.index, {"content": self._echo}, None, usage)
-                yield self._chunk(delta.index, {"content": delta.text}, delta, usage)
+                if is_plain and delta.finish_reason is None:
+                    template = templates.get(delta.index)
+                    if template is None:
+                        template = templates[delta.index] = self._template(delta.index)
+                    yield template.event(delta.text)
+                else:
+                    yield self._chunk(delta.index, {"content": delta.text}, delta, usage)
         if usage.at_end:
             yield event({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._usage.json()})
+
+    def _template(self, index: int) -> EventTemplate:
+        choice = {"index": index, "logprobs": None, "finish_reason": None}
+        head = {**self._head, "object": "chat.completion.chunk"}
+        return EventTemplate(lambda text: {**head, "choices": [{**choice, "delta": {"content": text}}]})
 
     def _chunk(
         self, index: int, content: dict[str, str], delta: Delta | None, usage: StreamUsage, *, first: bool = False

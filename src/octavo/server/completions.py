@@ -14,7 +14,7 @@ from octavo.server.logprobs import LogprobFormatter
 from octavo.server.params import DEFAULT_COMPLETION_TOKENS
 from octavo.server.parse import Parsed, shown
 from octavo.server.protocol import CompletionRequest
-from octavo.server.replies import EventStream, JsonReply, LateReply, event
+from octavo.server.replies import EventStream, EventTemplate, JsonReply, LateReply, event
 from octavo.server.state import FINGERPRINT, ServerState
 from octavo.server.usage import StreamUsage, UsageMeter
 
@@ -137,6 +137,7 @@ class _CompletionAnswer:
             "model": model,
             "system_fingerprint": FINGERPRINT,
         }
+        self._templates: dict[int, EventTemplate] = {}  # choice -> its chunks that have a text and nothing else
         self._offsets: dict[int, int] = {}  # choice -> length of the tokens' text so far
         self._prompt_logprobs: dict[int, Any] = {}  # prompt -> as the engine gave them
 
@@ -153,14 +154,17 @@ class _CompletionAnswer:
 
     async def stream(self, jobs: list[Job]) -> AsyncGenerator[bytes, None]:
         usage = StreamUsage(self._request, self._state.config)
+        is_plain = self._is_plain(usage)
         begun: set[int] = set()
         waiting: dict[int, list[Delta]] = {}
         async with aclosing(self._state.generator.run(jobs)) as deltas:
             async for delta in deltas:
                 self._note(delta)
-                if self._lacks_prompt(
-                    delta.index
-                ):  # an echo needs the prompt's logprobs, which its first sample brings
+                if is_plain and delta.finish_reason is None:
+                    yield self._template(delta.index).event(delta.text)
+                    continue
+                if self._lacks_prompt(delta.index):
+                    # An echo needs the prompt's logprobs, which its first sample brings.
                     waiting.setdefault(delta.index, []).append(delta)
                     continue
                 ready = [delta.index, *(i for i in waiting if not self._lacks_prompt(i) and i != delta.index)]
@@ -170,6 +174,21 @@ class _CompletionAnswer:
                         begun.add(index)
         if usage.at_end:
             yield event({**self._head, "choices": [], "usage": self._usage.json()})
+
+    def _is_plain(self, usage: StreamUsage) -> bool:
+        """Whether the chunks of the stream, but for the last, differ in nothing but their text."""
+        request = self._request
+        return request.logprobs is None and not (
+            request.echo or request.return_token_ids or request.return_prompt_text or usage.always
+        )
+
+    def _template(self, index: int) -> EventTemplate:
+        template = self._templates.get(index)
+        if template is None:
+            choice = self._choice(index)
+            template = EventTemplate(lambda text: {**self._head, "choices": [{**choice, "text": text}]})
+            self._templates[index] = template
+        return template
 
     def _note(self, delta: Delta) -> None:
         prompt_index = delta.index // self._num_samples

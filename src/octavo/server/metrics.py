@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.messages import EngineInfo, EngineOutput, EngineStats
+from octavo.server.histogram import PlainHistogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name", "engine")
@@ -140,10 +140,10 @@ class ServerMetrics:
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Any:
-        return Histogram("vllm:" + name, text, LABELS, buckets=tuple(buckets), registry=self.registry).labels(
-            *self._values
-        )
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> PlainHistogram:
+        histogram = PlainHistogram("vllm:" + name, text, buckets, LABELS, self._values)
+        self.registry.register(histogram)
+        return histogram
 
     def _add_cache_info(self, info: EngineInfo) -> None:
         fields = {

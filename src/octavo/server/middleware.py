@@ -40,7 +40,9 @@ class Gate:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(scope["headers"])
-        scope.setdefault("state", {})["request_id"] = request_id.decode("ascii")
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id.decode("ascii")
+        state["send_body"] = send  # for the parts of a stream: whatever wraps `send` further in looks at its start only
         status = 500
 
         async def send_marked(message: MutableMapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import aclosing
 from typing import Any
@@ -37,6 +38,20 @@ def event(value: Any) -> bytes:
     return b"data: " + encode(value) + b"\n\n"
 
 
+class EventTemplate:
+    """Events that differ in one string: the JSON around it is encoded once, and not for every token.
+
+    `make` builds the value around a given string, which must stand in it once.
+    """
+
+    def __init__(self, make: Callable[[str], Any]) -> None:
+        mark = uuid.uuid4().hex  # occurs nowhere else
+        self._head, self._tail = event(make(mark)).split(encode(mark))
+
+    def event(self, text: str) -> bytes:
+        return self._head + encode(text) + self._tail
+
+
 class LateReply(Response):
     """Base of answers that are made while the connection is watched."""
 
@@ -45,7 +60,9 @@ class LateReply(Response):
         self._extra = headers or {}
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        work = asyncio.ensure_future(self._answer(send))
+        # Once an answer has begun, what the layers between the gate and here do to `send` is done.
+        send_body = scope.get("state", {}).get("send_body", send)
+        work = asyncio.ensure_future(self._answer(send, send_body))
         watch = asyncio.ensure_future(_until_disconnected(receive))
         try:
             await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
@@ -57,7 +74,8 @@ class LateReply(Response):
         if was_complete and isinstance(results[0], Exception):
             raise results[0]
 
-    async def _answer(self, send: Send) -> None:
+    async def _answer(self, send: Send, send_body: Send) -> None:
+        """Send the start of the answer through `send`, and what follows through either."""
         raise NotImplementedError
 
     async def _send_whole(self, send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:
@@ -76,7 +94,7 @@ class JsonReply(LateReply):
         super().__init__(headers)
         self._work = work
 
-    async def _answer(self, send: Send) -> None:
+    async def _answer(self, send: Send, send_body: Send) -> None:
         try:
             body = encode(await self._work)
         except Exception as error:
@@ -96,7 +114,7 @@ class EventStream(LateReply):
         super().__init__(headers)
         self._events = events
 
-    async def _answer(self, send: Send) -> None:
+    async def _answer(self, send: Send, send_body: Send) -> None:
         has_started = False
         try:
             async with aclosing(self._events) as events:
@@ -105,7 +123,7 @@ class EventStream(LateReply):
                         has_started = True
                         fields = _STREAM_HEADERS | self._extra
                         await send({"type": "http.response.start", "status": 200, "headers": _raw(fields)})
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    await send_body({"type": "http.response.body", "body": chunk, "more_body": True})
         except Exception as error:
             if not has_started:
                 await self._send_error(send, explain(error))

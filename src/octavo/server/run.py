@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -70,6 +71,8 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
         except OSError as error:
             raise cannot_listen(config, error) from error
         _announce(state, config, listener)
+        gc.collect()
+        gc.freeze()  # libraries and tokenizer stay: looking through them would take each full collection 0.25 s
         server = WebServer(_uvicorn_config(build_app(state), config))
         watchers = [asyncio.create_task(_watch_engine(client, server, config.engine_death_timeout))]
         if not config.disable_log_stats:
