@@ -11,7 +11,7 @@ class OctavoError(Exception):
 
 
 class UserError(OctavoError, ValueError):
-    """The input is wrong. The command line exits with 1 and the server answers 400."""
+    """The input is wrong. The server answers 400; the command exits with 1, or 2 where a setting alone is wrong."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)

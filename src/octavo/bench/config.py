@@ -7,6 +7,7 @@ import math
 import shlex
 from dataclasses import dataclass
 
+from octavo.bench.slo import Slo
 from octavo.errors import UserError
 from octavo.settings import setting
 
@@ -100,20 +101,25 @@ class BenchConfig:
         if self.sweep_size < 3:
             raise UserError(f"--sweep-size is {self.sweep_size}; a sweep needs at least 3 runs", param="sweep_size")
 
+        self.rates()
+        if self.slo:
+            Slo.parse(self.slo)
+
     def rates(self) -> list[float]:
-        """The comma list as numbers above 0; empty when none was given. Raises UserError."""
-        if self.rate is None or not str(self.rate).strip():
-            return []
-        values: list[float] = []
-        for part in str(self.rate).split(","):
-            try:
-                value = float(part)
-            except ValueError:
-                value = math.nan
-            if not 0 < value < math.inf:
-                raise UserError(f"--rate has {part.strip()!r}; give numbers above 0, such as 1,2,4", param="rate")
-            values.append(value)
-        return values
+        """The comma list as numbers above 0; empty when none was given. Raises UserError where the profile minds."""
+        given = [] if self.rate is None or not str(self.rate).strip() else str(self.rate).split(",")
+        rates = [_rate(part) for part in given]
+        if self.profile in ("constant", "poisson", "concurrent") and not rates:
+            what = "streams" if self.profile == "concurrent" else "requests a second"
+            raise UserError(f"--profile {self.profile} needs --rate: {what}, such as 1,2,4", param="rate")
+        if self.profile in ("synchronous", "throughput", "sweep") and rates:
+            raise UserError(f"--profile {self.profile} finds its own rate; leave --rate out", param="rate")
+        broken = [rate for rate in rates if rate != int(rate)]
+        if self.profile == "concurrent" and broken:
+            raise UserError(f"--rate has {broken[0]:g}; concurrent takes whole numbers of streams", param="rate")
+        if self.profile == "replay" and len(rates) > 1:
+            raise UserError(f"--rate is {self.rate!r}; replay takes one speed-up, such as 2", param="rate")
+        return rates
 
     def time_limit(self) -> float | None:
         """Seconds in which a run may start requests; None: --max-requests, or the trace's end, ends it."""
@@ -141,6 +147,16 @@ class BenchConfig:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise UserError(f"--rate has {text.strip()!r}; give numbers above 0, such as 1,2,4", param="rate")
+    return value
 
 
 def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:

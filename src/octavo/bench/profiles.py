@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.bench.config import BenchConfig
-from octavo.errors import UserError
 
 THROUGHPUT_CONCURRENCY = 256
 SWEEP_EXTENSIONS = 3
@@ -78,17 +77,6 @@ def plans(config: BenchConfig, trace_times: Sequence[float] = ()) -> Generator[R
     are missing or make no sense.
     """
     rates = config.rates()
-    if config.profile in ("constant", "poisson", "concurrent") and not rates:
-        what = "streams" if config.profile == "concurrent" else "requests a second"
-        raise UserError(f"--profile {config.profile} needs --rate: {what}, such as 1,2,4", param="rate")
-    if config.profile in ("synchronous", "throughput", "sweep") and rates:
-        raise UserError(f"--profile {config.profile} finds its own rate; leave --rate out", param="rate")
-    if config.profile == "concurrent":
-        for rate in rates:
-            if rate != int(rate):
-                raise UserError(f"--rate has {rate:g}; concurrent takes whole numbers of streams", param="rate")
-    if config.profile == "replay" and len(rates) > 1:
-        raise UserError(f"--rate is {config.rate!r}; replay takes one speed-up, such as 2", param="rate")
     return _generate(config, rates, trace_times)
 
 
