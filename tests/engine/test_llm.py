@@ -224,7 +224,10 @@ def test_bad_settings_name_the_value_and_the_way_out(tiny_llama: Path) -> None:
     ],
 )
 def test_a_limit_that_is_given_is_kept_and_the_other_default_gives_way(given, limits) -> None:
-    assert step_limits(EngineConfig(**given)) == limits
+    found = step_limits(EngineConfig(**given), torch.device("cpu"))
+    assert found.max_prefill_tokens_with_decodes is None
+    assert step_limits(EngineConfig(**given), torch.device("cpu"), is_serving=True).max_prefill_tokens_with_decodes
+    assert (found.max_num_seqs, found.max_num_batched_tokens) == limits
 
 
 @pytest.mark.parametrize("quantization", ["int8", "w4a16"])
@@ -239,8 +242,8 @@ def test_a_plain_checkpoint_is_quantized_while_loading(tiny_llama: Path, quantiz
 def test_quantizing_what_is_quantized_is_refused(tiny_llama: Path, demo_path: Path) -> None:
     with pytest.raises(UserError, match=r"'int8', but .* holds quantized weights already.*octavo convert"):
         LLM(str(demo_path), quantization="int8")
-    with pytest.raises(UserError, match="quantization is 'fp8'; it must be one of int8, w4a16"):
-        LLM(str(tiny_llama), quantization="fp8")
+    with pytest.raises(UserError, match="quantization is 'nf4'; it must be one of int8, fp8, w4a16"):
+        LLM(str(tiny_llama), quantization="nf4")
 
 
 def test_a_missing_tokenizer_is_found_before_the_weights_are_read(tiny_llama: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +18,20 @@ from octavo.checkpoint.scheme import WeightScheme
 from octavo.errors import CheckpointError
 
 STD = 0.02
+FLOAT8_STD = 100  # of the codes: a normal distribution then stays within E4M3's 448
 TILE = 1_048_573  # a prime, so that rows of a repeated tile do not fall on each other
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class DummyCheckpoint(Checkpoint):
-    """Weights made up from the name, the shape and a seed; the same ones each time.
+    """Weights made up from the name, the shape and a seed; the same ones each time, on any device.
 
-    The shape is what the caller asks for, or what transformers gives the architecture when nothing is asked.
+    The shape is what the caller asks for, or what transformers gives the architecture when nothing is asked. A million
+    random numbers are drawn once; each tensor repeats them on `device` from a place of its own, which takes no longer
+    than writing it.
     """
 
-    def __init__(self, path: Path, seed: int = 0) -> None:
+    def __init__(self, path: Path, seed: int = 0, device: torch.device | str = "cpu") -> None:
         from octavo.checkpoint.safetensors_checkpoint import read_json
 
         if path.is_file():
@@ -41,7 +45,8 @@ class DummyCheckpoint(Checkpoint):
         self._seed = seed
         self._quantization = QuantizationConfig.of(config, path)
         self._known: dict[str, tuple[int, ...]] | None = None
-        self._tile: Tensor | None = None
+        self._device = torch.device(device)
+        self._tiles: dict[str, Tensor] = {}
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         self._dtype = DTYPES.get(dtype, torch.bfloat16)
 
@@ -55,14 +60,8 @@ class DummyCheckpoint(Checkpoint):
         shape = self._shape(name, shape)
         if len(shape) < 2:
             fill = 0.0 if name.endswith("bias") else 1.0
-            return torch.full(shape, fill, dtype=self._dtype)
-        count = 1
-        for size in shape:
-            count *= size
-        tile = self._random_tile()
-        start = self._hash(name) % TILE
-        repeated = tile.roll(-start).repeat(-(-count // TILE))
-        return repeated[:count].view(shape).to(self._dtype)
+            return torch.full(shape, fill, dtype=self._dtype, device=self._device)
+        return self._repeated("normal", name, shape)
 
     def weight(self, module: str, shape: tuple[int, ...] | None = None) -> Tensor | QuantizedWeight:
         name = f"{module}.weight"
@@ -84,11 +83,29 @@ class DummyCheckpoint(Checkpoint):
     def _hash(self, name: str) -> int:
         return zlib.crc32(f"{self._seed}:{name}".encode())
 
-    def _random_tile(self) -> Tensor:
-        if self._tile is None:
+    def _repeated(self, kind: str, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tile of random numbers of this kind, from a place that depends on the name, over and over."""
+        tile, count = self._tile(kind), math.prod(shape)
+        start = self._hash(name) % TILE
+        return torch.cat((tile[start:], tile[:start])).repeat(-(-count // TILE))[:count].view(shape)
+
+    def _tile(self, kind: str) -> Tensor:
+        """TILE numbers: "normal" with deviation STD, "scale" uniform in 0.75 to 1.25, "byte" of uniform bits, "float8"
+        codes of a normal distribution (as bytes).
+        """
+        if kind not in self._tiles:
             generator = torch.Generator().manual_seed(self._seed)
-            self._tile = torch.randn(TILE, generator=generator) * STD
-        return self._tile
+            if kind == "byte":
+                tile = torch.randint(0, 256, (TILE,), generator=generator, dtype=torch.uint8)
+            elif kind == "scale":
+                tile = torch.rand(TILE, generator=generator) * 0.5 + 0.75
+            elif kind == "float8":
+                normal = torch.randn(TILE, generator=generator) * FLOAT8_STD
+                tile = normal.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+            else:
+                tile = (torch.randn(TILE, generator=generator) * STD).to(self._dtype)
+            self._tiles[kind] = tile.to(self._device)
+        return self._tiles[kind]
 
     def _scheme(self, module: str) -> WeightScheme | None:
         """The scheme of a module that stays quantized in memory; None for a dense one."""
@@ -102,26 +119,18 @@ class DummyCheckpoint(Checkpoint):
 
     def _quantized(self, name: str, scheme: WeightScheme, shape: tuple[int, int]) -> QuantizedWeight:
         rows, columns = shape
-        generator = torch.Generator().manual_seed(self._hash(name))
+        scale = self._repeated("scale", name, (rows, scheme.num_groups(columns)))
         if scheme.type == "float":
-            return self._float8(scheme, shape, generator)
+            codes = self._repeated("float8", name, shape).view(torch.float8_e4m3fn)
+            return QuantizedWeight(scheme, shape, codes, (scale * (STD / FLOAT8_STD)).to(self._dtype))
         four = scheme.num_bits == 4
-        stored = (rows, columns // 2) if four else shape
-        codes = torch.randint(0, 256, stored, generator=generator, dtype=torch.uint8)
+        codes = self._repeated("byte", name, (rows, columns // 2) if four else shape)
         # Uniform codes of b bits have a deviation of 2^b / sqrt(12).
         spread = (1 << scheme.num_bits) / 12**0.5
-        groups = (rows, scheme.num_groups(columns))
-        scale = (torch.rand(groups, generator=generator) * 0.5 + 0.75) * (1.5 * STD / spread)
-        scale = scale.to(self._dtype)
+        scale = (scale * (1.5 * STD / spread)).to(self._dtype)
         middle = 8 if four else 0
         offset = None if scheme.symmetric and not four else scale * -middle
         return QuantizedWeight(scheme, shape, codes if four else codes.view(torch.int8), scale, offset)
-
-    def _float8(self, scheme: WeightScheme, shape: tuple[int, int], generator: torch.Generator) -> QuantizedWeight:
-        spread = 100  # a normal distribution then stays within E4M3's 448
-        codes = (torch.randn(shape, generator=generator) * spread).clamp(-448, 448).to(torch.float8_e4m3fn)
-        scale = (torch.rand((shape[0], 1), generator=generator) * 0.5 + 0.75) * (STD / spread)
-        return QuantizedWeight(scheme, shape, codes, scale.to(self._dtype))
 
     def _shape(self, name: str, shape: tuple[int, ...] | None) -> tuple[int, ...]:
         if shape is not None:

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -25,7 +24,6 @@ from octavo.engine.messages import EngineInfo, EngineOutput, EngineRequest, Engi
 from octavo.engine.protocol import Failure, ToEngine, decode_from_engine, encode, encode_config
 from octavo.errors import EngineDeadError, OctavoError, UserError
 
-SERVING_PREFILL_TOKENS_WITH_DECODES = 64  # with 128 a gap of 58 ms was the 99th percentile (2 cores, 135M parameters)
 STALL_SECONDS = 10.0
 STALL_FACTOR = 5.0
 WATCH_INTERVAL_SECONDS = 0.25
@@ -52,8 +50,6 @@ class EngineClient:
     @classmethod
     async def start(cls, config: EngineConfig) -> Self:
         """Start the process and wait until the model is loaded. Raises the engine's own error when it cannot start."""
-        if config.max_prefill_tokens_with_decodes is None:
-            config = replace(config, max_prefill_tokens_with_decodes=SERVING_PREFILL_TOKENS_WITH_DECODES)
         folder = Path(tempfile.mkdtemp(prefix="octavo-"))  # mode 0700: nobody else can reach the socket
         address = f"ipc://{folder}/engine"
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)

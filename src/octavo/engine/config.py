@@ -24,27 +24,34 @@ class EngineConfig:
     )
     model_impl: str = setting("auto", "whose modules run the model", choices=("auto", "native", "transformers"))
     quantization: str | None = setting(
-        None, "quantize a plain checkpoint while loading, by rounding to nearest", choices=("int8", "w4a16")
+        None, "quantize a plain checkpoint while loading, by rounding to nearest", choices=("int8", "fp8", "w4a16")
     )
     max_model_len: int | str | None = setting(
         None, "context length in tokens, prompt and output together; 'auto' or -1 takes what fits", metavar="TOKENS"
     )
     block_size: int = setting(16, "tokens a block of the KV cache")
-    kv_cache_dtype: str = setting("auto", "type of the KV cache", choices=("auto", "float32", "bfloat16", "float16"))
+    kv_cache_dtype: str = setting(
+        "auto", "type of the KV cache; fp8 needs a GPU", choices=("auto", "float32", "bfloat16", "float16", "fp8")
+    )
     kv_cache_memory_bytes: int | None = setting(None, "size of the KV cache; overrides gpu_memory_utilization")
     gpu_memory_utilization: float = setting(
         0.9, "share of the device's memory that weights and KV cache may use together"
     )
-    max_num_seqs: int | None = setting(None, "requests that run at the same time (default: 64 on a CPU)")
-    max_num_batched_tokens: int | None = setting(None, "tokens computed in one step (default: 2048 on a CPU)")
+    max_num_seqs: int | None = setting(None, "requests that run at the same time (default: 256 on a GPU, 64 on a CPU)")
+    max_num_batched_tokens: int | None = setting(
+        None, "tokens computed in one step (default: 16384 on a GPU, 2048 on a CPU)"
+    )
     max_prefill_tokens_with_decodes: int | None = setting(
         None,
-        "prompt tokens in a step that also decodes, so that streams go on (default: 64 in a server, else no cap)",
+        "prompt tokens in a step that also decodes, so that streams go on (default: none; server 64, on a GPU 2048)",
     )
     enable_prefix_caching: bool = setting(True, "share the KV blocks of common prefixes between requests")
     scheduling_policy: str = setting("fcfs", "who goes first", choices=("fcfs", "priority"))
     tensor_parallel_size: int = setting(1, "devices that share the model (more than 1 is not available yet)")
-    enforce_eager: bool = setting(False, "run without CUDA graphs (no effect yet: nothing runs in one)")
+    enforce_eager: bool = setting(False, "run without CUDA graphs, which starts sooner and is slower")
+    async_scheduling: bool | None = setting(
+        None, "launch a step before the last one's tokens are read (default: on a GPU)"
+    )
     deterministic: bool = setting(False, "make tokens independent of the batch (not available yet)")
     seed: int = setting(0, "seed of requests that bring none")
 

@@ -1,68 +1,72 @@
 """The engine: requests in, tokens out, one step at a time.
 
 `LLM` drives it in-process and the engine process drives it for the server, so there is one loop and one scheduler.
+On a GPU a step is launched before the one before it is collected, so that the device never waits for the host; what
+ends a request (a stop token, an abort) is then known one step late, and that step's token is dropped.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from typing import Any
 
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler, SchedulerConfig, Step
 from octavo.engine.config import EngineConfig
 from octavo.engine.loading import LoadedModel, load
-from octavo.engine.memory import KVCachePlan, plan_kv_cache, step_limits
+from octavo.engine.memory import KVCachePlan, StepLimits, plan_kv_cache, step_limits
 from octavo.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats
 from octavo.engine.outputs import Logprobs
-from octavo.engine.runner import Runner, StepResult
+from octavo.engine.runner import InFlight, StepResult
 from octavo.engine.sampler import SamplingRow
+from octavo.engine.start import build_runner, measure_step
 from octavo.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Loads a model and runs requests on it.
+    """Loads a model and runs requests on it; `is_serving` keeps the steps of a server's streams short.
 
     Raises UserError (or a subclass) when the configuration or the checkpoint cannot work.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, is_serving: bool = False) -> None:
         begin = time.perf_counter()
         loaded = load(config)
-        plan = plan_kv_cache(config, loaded.groups, loaded.model.max_position, loaded.free_bytes)
-        max_num_seqs, max_tokens = step_limits(config)
+        self._limits = limits = step_limits(config, loaded.device, is_serving)
+        self.start_seconds = {"load": time.perf_counter() - begin}  # by phase
+        memory = measure_step(loaded, config, limits)
+        self.start_seconds["profile"] = time.perf_counter() - begin - sum(self.start_seconds.values())
+        free_bytes = loaded.free_bytes() - memory.num_bytes
+        plan = plan_kv_cache(config, loaded.groups, loaded.model.max_position, free_bytes, limits)
         self._scheduler = Scheduler(
             SchedulerConfig(
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_tokens,
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
                 max_model_len=plan.max_model_len,
                 block_size=config.block_size,
                 enable_prefix_caching=config.enable_prefix_caching,
                 policy=config.scheduling_policy,
-                max_prefill_tokens_with_decodes=config.max_prefill_tokens_with_decodes,
+                max_prefill_tokens_with_decodes=limits.max_prefill_tokens_with_decodes,
+                max_steps_in_flight=limits.max_steps_in_flight,
             ),
             loaded.groups,
             plan.num_blocks,
         )
-        self._runner = Runner(
-            loaded.model,
-            loaded.groups,
-            plan.num_blocks,
-            config.block_size,
-            loaded.kv_dtype,
-            max_num_seqs,
-            plan.max_model_len,
-            loaded.device,
-        )
+        use_graphs = memory.can_capture
+        self._runner = build_runner(loaded, config, limits, plan.num_blocks, plan.max_model_len, use_graphs)
+        self.start_seconds["capture"] = time.perf_counter() - begin - sum(self.start_seconds.values())
+        self._in_flight: deque[tuple[InFlight, float]] = deque()  # launched steps and when they were
+        self._last_collected = 0.0
         self._seed = config.seed
         self._eos = frozenset(loaded.eos_token_ids)
         self._requests: dict[str, _Progress] = {}
         self._num_added = 0
         self._stats = EngineStats()
-        self.info = _describe(config, loaded, plan, max_num_seqs, max_tokens)
+        self.info = _describe(config, loaded, plan, limits)
         self.info.load_seconds = time.perf_counter() - begin
 
     @property
@@ -109,24 +113,66 @@ class Engine:
             self._forget(request_id)
 
     def step(self) -> list[EngineOutput]:
-        """Run one step; returns what it added to each request that moved."""
+        """Launch a step and collect the oldest one; returns what that added to each request that moved.
+
+        Up to `max_steps_in_flight` steps are in flight in between, so the first call may return nothing. A request
+        whose sampling needs its tokens on the host makes the engine take one step at a time.
+        """
+        depth, outputs = self._limits.max_steps_in_flight, []
+        if depth > 1 and self._runner.samples_on_host():
+            depth, outputs = 1, self.drain()
         step = self._scheduler.schedule()
-        if step is None:
-            return []
+        if step is not None:
+            outputs += self._launch(step)
+        if self._in_flight and (step is None or len(self._in_flight) >= depth):
+            outputs += self._collect()
+        return outputs
+
+    def drain(self) -> list[EngineOutput]:
+        """Collect every step in flight, without launching another."""
+        outputs = []
+        while self._in_flight:
+            outputs += self._collect()
+        return outputs
+
+    def _launch(self, step: Step) -> list[EngineOutput]:
         begin = time.perf_counter()
         for item in step.requests:
             self._requests[item.request.request_id].start(begin)
         try:
-            result = self._runner.run(step)
+            self._in_flight.append((self._runner.launch(step), begin))
         except Exception as error:
-            logger.exception("step %s failed; its %s requests end with an error", step.id, len(step.requests))
-            return self._fail(step, f"the engine could not compute this request: {error!r}")
-        self._count(step, result, time.perf_counter() - begin)
-        outputs = [self._fail_one(name, reason) for name, reason in result.failed.items()]
-        for name, entries in result.prompt_logprobs.items():
-            self._requests[name].collect_prompt(entries)
+            return self._fail(step, error)
+        return []
+
+    def _collect(self) -> list[EngineOutput]:
+        in_flight, begin = self._in_flight.popleft()
+        step = in_flight.step
+        try:
+            result = self._runner.collect(in_flight)
+        except Exception as error:
+            return self._fail(step, error)
+        now = time.perf_counter()
+        self._count(step, now - max(begin, self._last_collected))
+        self._last_collected = now
+        outputs = []
+        if result.failed or result.prompt_logprobs:
+            outputs = self._take_rare(step, result)
         for request in self._scheduler.update(step, result.tokens):
             outputs.append(self._output(request, result))
+        return outputs
+
+    def _take_rare(self, step: Step, result: StepResult) -> list[EngineOutput]:
+        """Failures of single requests, and log-probabilities of prompts."""
+        outputs = []
+        for item in step.requests:
+            name = item.request.request_id
+            if item.is_void:  # it ended while the step was in flight
+                continue
+            if name in result.failed:
+                outputs.append(self._fail_one(name, result.failed[name]))
+            elif name in result.prompt_logprobs:
+                self._requests[name].collect_prompt(result.prompt_logprobs[name])
         return outputs
 
     def stats(self) -> EngineStats:
@@ -142,6 +188,7 @@ class Engine:
         name = request.request_id
         progress = self._requests[name]
         tokens = result.tokens[name]
+        self._stats.generation_tokens += len(tokens)
         output = EngineOutput(name, tokens, finish_reason=request.finish_reason, stop_reason=request.stop_reason)
         output.num_cached_tokens = request.num_cached_tokens
         if name in result.logprobs:
@@ -155,7 +202,10 @@ class Engine:
             self._forget(name)
         return output
 
-    def _fail(self, step: Step, reason: str) -> list[EngineOutput]:
+    def _fail(self, step: Step, error: Exception) -> list[EngineOutput]:
+        """End the requests of a step that could not be computed; call it where the error is being handled."""
+        logger.exception("step %s failed; its %s requests end with an error", step.id, len(step.requests))
+        reason = f"the engine could not compute this request: {error!r}"
         outputs = []
         for request in self._scheduler.fail(step, reason):
             if request.request_id in self._requests:
@@ -172,29 +222,24 @@ class Engine:
         self._requests.pop(request_id, None)
         self._runner.remove(request_id)
 
-    def _count(self, step: Step, result: StepResult, seconds: float) -> None:
+    def _count(self, step: Step, seconds: float) -> None:
         stats = self._stats
-        generated = sum(map(len, result.tokens.values()))
         stats.steps += 1
         stats.last_step_tokens, stats.last_step_s = step.num_tokens, seconds
-        stats.generation_tokens += generated
         for item in step.requests:
-            progress = self._requests.get(item.request.request_id)
-            if progress is not None and not progress.is_prompt_counted and item.sample:
-                progress.is_prompt_counted = True
+            if item.sample and not item.request.num_output_tokens and not item.is_void:
                 stats.prompt_tokens += item.request.num_prompt_tokens
 
 
 class _Progress:
     """What the engine remembers of a request beside the scheduler's counters."""
 
-    __slots__ = ("has_answered", "is_prompt_counted", "prompt_logprobs", "request", "started")
+    __slots__ = ("has_answered", "prompt_logprobs", "request", "started")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.started = 0.0
         self.has_answered = False
-        self.is_prompt_counted = False
         wants_prompt = request.params.prompt_logprobs is not None
         self.prompt_logprobs: list[Logprobs | None] | None = [None] if wants_prompt else None
 
@@ -219,9 +264,7 @@ def _check_token_lists(item: EngineRequest, vocab: int) -> None:
             raise UserError(f"{name} holds token id {wrong}; it must be in [0, {vocab})", param=name)
 
 
-def _describe(
-    config: EngineConfig, loaded: LoadedModel, plan: KVCachePlan, max_num_seqs: int, max_tokens: int
-) -> EngineInfo:
+def _describe(config: EngineConfig, loaded: LoadedModel, plan: KVCachePlan, limits: StepLimits) -> EngineInfo:
     return EngineInfo(
         model=config.model,
         max_model_len=plan.max_model_len,
@@ -231,8 +274,8 @@ def _describe(
         block_bytes=plan.block_bytes,
         kv_bytes_per_token=plan.bytes_per_token,
         max_concurrency=plan.max_concurrency,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         load_seconds=0.0,

@@ -145,6 +145,7 @@ class LLM:
         finally:
             for name in waiting:  # an error or Ctrl-C: the requests that still run would haunt the next call
                 engine.abort(name)
+            engine.drain()  # a step that was launched ahead has nobody to bring its tokens to
         return [answer.result() for answer in answers]
 
 

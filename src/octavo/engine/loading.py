@@ -20,7 +20,7 @@ from octavo.models.base import CausalLM
 
 @dataclass
 class LoadedModel:
-    """A model, ready to run once its KV cache is bound. `free_bytes` is what the cache may take."""
+    """A model, ready to run once its KV cache is bound."""
 
     model: CausalLM
     checkpoint: Checkpoint
@@ -28,16 +28,24 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    free_bytes: int
+    memory_utilization: float
     eos_token_ids: list[int]
     generation_config: dict[str, Any] = field(default_factory=dict)
+
+    def free_bytes(self) -> int:
+        """Memory of the device that the engine may still take: its share of all of it, less what is in use now."""
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            return int(max(0, free - (1 - self.memory_utilization) * total))
+        page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_AVPHYS_PAGES")
+        return int(page * pages * self.memory_utilization)
 
 
 def load(config: EngineConfig) -> LoadedModel:
     """Open the checkpoint and build the model on its device."""
     device = _pick_device(config.device)
     dtype = _pick_dtype(config.dtype, device)
-    checkpoint = open_checkpoint(config.model, load_format=config.load_format, seed=config.seed)
+    checkpoint = open_checkpoint(config.model, load_format=config.load_format, seed=config.seed, device=device)
     length = config.max_model_len if isinstance(config.max_model_len, int) else None
     model = load_model(
         checkpoint,
@@ -47,7 +55,7 @@ def load(config: EngineConfig) -> LoadedModel:
         quantization=config.quantization,
         max_model_len=length,
     )
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
+    kv_dtype = _pick_kv_dtype(config.kv_cache_dtype, dtype, device)
     specs = [replace(spec, bytes_per_element=kv_dtype.itemsize) for spec in model.kv_cache_specs()]
     return LoadedModel(
         model=model,
@@ -56,7 +64,7 @@ def load(config: EngineConfig) -> LoadedModel:
         device=device,
         dtype=dtype,
         kv_dtype=kv_dtype,
-        free_bytes=_free_bytes(device, config.gpu_memory_utilization),
+        memory_utilization=config.gpu_memory_utilization,
         eos_token_ids=_eos_token_ids(checkpoint),
         generation_config=checkpoint.generation_config,
     )
@@ -74,12 +82,15 @@ def _pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return ops.default_dtype(device) if name == "auto" else getattr(torch, name)  # type: ignore[no-any-return]
 
 
-def _free_bytes(device: torch.device, utilization: float) -> int:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return int(max(0, free - (1 - utilization) * total))
-    page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_AVPHYS_PAGES")
-    return int(page * pages * utilization)
+def _pick_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return dtype
+    if name == "fp8" and device.type != "cuda":
+        raise UserError(
+            f"kv_cache_dtype is 'fp8', which needs a GPU, but the device is {device}; leave it 'auto'",
+            param="kv_cache_dtype",
+        )
+    return torch.float8_e4m3fn if name == "fp8" else getattr(torch, name)  # type: ignore[no-any-return]
 
 
 def _eos_token_ids(checkpoint: Checkpoint) -> list[int]:

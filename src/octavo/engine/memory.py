@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from octavo.core.cache_groups import CacheGroup, cache_layout
 from octavo.engine.config import EngineConfig
 from octavo.errors import CapacityError, UserError
@@ -11,6 +13,22 @@ from octavo.errors import CapacityError, UserError
 CPU_KV_CACHE_BYTES = 4 * 2**30  # the most that is taken on a CPU without being asked to: the machine has other users
 CPU_MAX_NUM_SEQS = 64
 CPU_MAX_NUM_BATCHED_TOKENS = 2048
+CPU_SERVING_PREFILL = 64  # with 128 a gap of 58 ms was the 99th percentile (2 cores, 135M parameters)
+GPU_MAX_NUM_SEQS = 256
+GPU_MAX_NUM_BATCHED_TOKENS = 16384
+GPU_SERVING_PREFILL = 2048  # a step of 33 TFLOP for 8B parameters
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What a step may hold, and how many steps may be launched before the first of them is collected."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_tokens_with_decodes: int | None
+    max_steps_in_flight: int
+    on_gpu: bool
+    uses_device_state: bool
 
 
 @dataclass(frozen=True)
@@ -24,7 +42,9 @@ class KVCachePlan:
     max_concurrency: float
 
 
-def plan_kv_cache(config: EngineConfig, groups: list[CacheGroup], max_position: int, free_bytes: int) -> KVCachePlan:
+def plan_kv_cache(
+    config: EngineConfig, groups: list[CacheGroup], max_position: int, free_bytes: int, limits: StepLimits
+) -> KVCachePlan:
     """Settle the context length and the number of blocks.
 
     `free_bytes` is what is left for the cache. Raises CapacityError when not even one sequence of the asked length
@@ -39,14 +59,16 @@ def plan_kv_cache(config: EngineConfig, groups: list[CacheGroup], max_position: 
     length = wanted if isinstance(wanted, int) else max_position
     budget = config.kv_cache_memory_bytes
     if budget is None:
-        full = step_limits(config)[0] * blocks_of(groups, config, length) + 1
-        budget = min(free_bytes, CPU_KV_CACHE_BYTES, full * block_bytes)
+        budget = max(0, free_bytes)
+        if not limits.on_gpu:
+            full = limits.max_num_seqs * blocks_of(groups, config, length, limits) + 1
+            budget = min(budget, CPU_KV_CACHE_BYTES, full * block_bytes)
     num_blocks = budget // block_bytes
-    fits = longest_that_fits(groups, config, num_blocks - 1, length)
+    fits = longest_that_fits(groups, config, num_blocks - 1, length, limits)
     if wanted == "auto" and fits >= config.block_size:
         length = fits
     if fits < length:
-        needed = (blocks_of(groups, config, length) + 1) * block_bytes
+        needed = (blocks_of(groups, config, length, limits) + 1) * block_bytes
         shorter = f", or max_model_len at most {fits} (or 'auto')" if fits else ""
         raise CapacityError(
             f"the KV cache of {budget:,} bytes holds a sequence of {fits} tokens at most, less than "
@@ -58,30 +80,49 @@ def plan_kv_cache(config: EngineConfig, groups: list[CacheGroup], max_position: 
         num_blocks=num_blocks,
         block_bytes=block_bytes,
         bytes_per_token=sum(group.spec.bytes_per_token * len(group.layers) for group in groups),
-        max_concurrency=(num_blocks - 1) / blocks_of(groups, config, length),
+        max_concurrency=(num_blocks - 1) / blocks_of(groups, config, length, limits),
     )
 
 
-def step_limits(config: EngineConfig) -> tuple[int, int]:
-    """(max_num_seqs, max_num_batched_tokens). Where one was not given, its default gives way to the one that was."""
+def step_limits(config: EngineConfig, device: torch.device, is_serving: bool = False) -> StepLimits:
+    """The limits of a step. Where one was not given, its default gives way to the one that was.
+
+    Where streams are served, a step that decodes takes a small part of a prompt only.
+    """
+    on_gpu = device.type == "cuda"
+    default_seqs = GPU_MAX_NUM_SEQS if on_gpu else CPU_MAX_NUM_SEQS
+    default_tokens = GPU_MAX_NUM_BATCHED_TOKENS if on_gpu else CPU_MAX_NUM_BATCHED_TOKENS
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None:
-        seqs = min(CPU_MAX_NUM_SEQS, tokens or CPU_MAX_NUM_SEQS)
-    return seqs, max(CPU_MAX_NUM_BATCHED_TOKENS, seqs) if tokens is None else tokens
+        seqs = min(default_seqs, tokens or default_seqs)
+    prefill = config.max_prefill_tokens_with_decodes
+    if prefill is None and is_serving:
+        prefill = GPU_SERVING_PREFILL if on_gpu else CPU_SERVING_PREFILL
+    is_async = on_gpu if config.async_scheduling is None else config.async_scheduling
+    return StepLimits(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=max(default_tokens, seqs) if tokens is None else tokens,
+        max_prefill_tokens_with_decodes=prefill,
+        max_steps_in_flight=2 if is_async else 1,
+        on_gpu=on_gpu,
+        uses_device_state=on_gpu or is_async,
+    )
 
 
-def blocks_of(groups: list[CacheGroup], config: EngineConfig, length: int) -> int:
+def blocks_of(groups: list[CacheGroup], config: EngineConfig, length: int, limits: StepLimits) -> int:
     """Blocks that one sequence of `length` tokens holds at most, over all groups."""
-    in_flight = step_limits(config)[1]
+    in_flight = limits.max_num_batched_tokens * limits.max_steps_in_flight
     return sum(g.spec.behaviour.max_blocks(g.spec, length, in_flight, config.block_size) for g in groups)
 
 
-def longest_that_fits(groups: list[CacheGroup], config: EngineConfig, num_blocks: int, limit: int) -> int:
+def longest_that_fits(
+    groups: list[CacheGroup], config: EngineConfig, num_blocks: int, limit: int, limits: StepLimits
+) -> int:
     """The longest sequence, up to `limit` tokens, whose blocks are at most `num_blocks` (by bisection)."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
-        if blocks_of(groups, config, middle) <= num_blocks:
+        if blocks_of(groups, config, middle, limits) <= num_blocks:
             low = middle
         else:
             high = middle - 1

@@ -43,7 +43,7 @@ def main() -> int:
     socket.set_hwm(0)
     socket.connect(sys.argv[1])
     try:
-        engine = Engine(config)
+        engine = Engine(config, is_serving=True)
     except OctavoError as error:
         socket.send(encode(FromEngine(failure=Failure(type(error).__name__, str(error)))))
         socket.close(linger=5000)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -52,15 +54,23 @@ class WeightSource:
                     f"already ({module}); leave it out, or make a plain checkpoint first with `octavo convert`",
                     param="quantization",
                 )
-            return value
+            return self._moved(value)
         if self.quantization is not None:
             return quantize_weight(value.to(self.device), self.quantization)
-        return value.to(self.dtype)
+        return self._moved(value)
 
     def embedding(self, module: str, shape: tuple[int, int]) -> Weight:
         """The weight [vocabulary, hidden] of an embedding or output layer; never quantized on load."""
-        value = self.checkpoint.weight(module, shape)
-        return value if isinstance(value, QuantizedWeight) else value.to(self.dtype)
+        return self._moved(self.checkpoint.weight(module, shape))
+
+    def _moved(self, value: Weight) -> Weight:
+        """A weight where it will be used, so that nothing is joined or reordered on the host for a GPU."""
+        if isinstance(value, Tensor):
+            return value.to(device=self.device, dtype=self.dtype)
+        if value.codes.device == self.device:
+            return value
+        offset = None if value.offset is None else value.offset.to(self.device)
+        return replace(value, codes=value.codes.to(self.device), scale=value.scale.to(self.device), offset=offset)
 
     def bias(self, module: str, size: int) -> Tensor:
         """The bias [size] of a linear module."""

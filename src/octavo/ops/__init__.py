@@ -18,25 +18,41 @@ from octavo.ops.functions import (
 )
 from octavo.ops.kv_cache import AttentionMetadata, KVCache
 from octavo.ops.packed_weight import PackedWeight
+from octavo.ops.step_inputs import (
+    NUM_SAMPLING_WORDS,
+    RequestState,
+    StepTensors,
+    keep_tokens,
+    prepare_inputs,
+    sampling_inputs,
+    write_state,
+)
 
 __all__ = [
+    "NUM_SAMPLING_WORDS",
     "AttentionMetadata",
     "DecoderLayer",
     "FusedDecoder",
     "KVCache",
     "PackedWeight",
+    "RequestState",
+    "StepTensors",
     "add_rms_norm",
     "argmax",
     "default_dtype",
     "fuse_decoder",
     "gelu_tanh_mul",
+    "keep_tokens",
     "linear",
     "pack_weight",
     "paged_attention",
+    "prepare_inputs",
     "report",
     "rms_norm",
     "rotary_and_store",
     "sample_tokens",
+    "sampling_inputs",
     "silu_mul",
     "store_kv",
+    "write_state",
 ]

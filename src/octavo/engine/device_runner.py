@@ -1,0 +1,193 @@
+"""Runs steps from state that lives on the device, so that a step is launched before the last one's tokens are read.
+
+A launch waits for nothing: one copy to the device, the model (as a CUDA graph, if it is a decode), sampling, one copy
+of the tokens back. `collect` waits for that copy. A step that needs tokens on the host to sample (penalties, say) is
+sampled there within the launch; the engine has collected every step before it then.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from octavo import ops
+from octavo.core.request import Request
+from octavo.core.scheduler import ScheduledRequest, Step
+from octavo.engine.device_state import DeviceState, PackedStep
+from octavo.engine.graphs import DecodeGraphs, graph_sizes
+from octavo.engine.packing import Staging
+from octavo.engine.runner import NAN_LOGITS, InFlight, Runner, StepResult
+from octavo.engine.sampler import LogprobTensors, SamplingRow, gather_logprobs, logprob_entries
+from octavo.models.base import CausalLM
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Launched(InFlight):
+    """`tokens` [R], and `logprobs` if one wants them, come to the host for the requests `sampling`.
+
+    `tokens` is None where the launch has sampled, or nothing is.
+    """
+
+    staging: Staging
+    sampling: list[ScheduledRequest] = field(default_factory=list)
+    tokens: Tensor | None = None
+    logprobs: LogprobTensors | None = None
+
+
+class DeviceRunner(Runner):
+    """Computes steps of a model whose KV cache is bound, up to `max_steps_in_flight` of them launched ahead."""
+
+    def __init__(self, model: CausalLM, state: DeviceState, use_graphs: bool) -> None:
+        super().__init__(model)
+        self._state = state
+        self._host_sampled: dict[str, SamplingRow] = {}  # those that may need their tokens on the host
+        self._drawn: set[str] = set()  # those that are not greedy
+        self._with_logprobs: set[str] = set()
+        self._graphs: DecodeGraphs | None = None
+        if use_graphs:
+            self._graphs = DecodeGraphs(model, state, {True: self._greedy_head, False: self._sampling_head})
+
+    @torch.inference_mode()
+    def capture(self, sizes: list[int] | None = None) -> bool:
+        """Capture the decode graphs of these batch sizes, or of all that get one; False if the model cannot be."""
+        if self._graphs is None:
+            return False
+        self._graphs.capture(graph_sizes(self._state.max_num_seqs) if sizes is None else sizes)
+        return self._graphs.failure is None
+
+    def add(self, request: Request, row: SamplingRow) -> None:
+        super().add(request, row)
+        self._state.add(request, row)
+        if row.changes_logits:
+            self._host_sampled[request.request_id] = row
+        if not row.is_greedy:
+            self._drawn.add(request.request_id)
+        if row.params.logprobs is not None:
+            self._with_logprobs.add(request.request_id)
+
+    def remove(self, request_id: str) -> None:
+        super().remove(request_id)
+        self._state.remove(request_id)
+        self._host_sampled.pop(request_id, None)
+        self._drawn.discard(request_id)
+        self._with_logprobs.discard(request_id)
+
+    def samples_on_host(self) -> bool:
+        if self._host_sampled:
+            self._host_sampled = {name: row for name, row in self._host_sampled.items() if row.changes_logits}
+        return bool(self._host_sampled)
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> InFlight:
+        size = None
+        if self._graphs is not None and step.num_decodes == len(step.requests):
+            size = self._graphs.padded_size(len(step.requests))
+        packed = self._state.send(step, size)
+        try:
+            return self._launch(step, packed, size)
+        finally:
+            packed.staging.record()
+
+    def _launch(self, step: Step, packed: PackedStep, size: int | None) -> InFlight:
+        if size is None:
+            hidden = self._model(*self._state.prepare(packed))
+        else:
+            assert self._graphs is not None
+            hidden = self._graphs.run_body(size)
+        launched = _Launched(step, StepResult(), packed.staging)
+        sampling = step.requests
+        if packed.samples is not None:
+            sampling = [item for item in sampling if item.sample]
+        if sampling:
+            self._sample_step(launched, sampling, packed, hidden, size)
+        self._take_prompt_logprobs(step, hidden, launched.result)
+        return launched
+
+    def _sample_step(
+        self,
+        launched: _Launched,
+        sampling: list[ScheduledRequest],
+        packed: PackedStep,
+        hidden: Tensor,
+        size: int | None,
+    ) -> None:
+        count = len(sampling)
+        if self._host_sampled and any(item.request.request_id in self._host_sampled for item in sampling):
+            rows = hidden[:count] if packed.samples is None else hidden.index_select(0, packed.samples[0])
+            self._sample(self._model.compute_logits(rows), sampling, launched.result)
+            return
+        if size is not None and packed.samples is None and not self._with_logprobs:
+            assert self._graphs is not None
+            self._graphs.run_head(size, is_greedy=not self._drawn)
+        else:
+            if packed.samples is None:
+                hidden, rows, ends = hidden[:count], packed.rows[:count], self._state.tensors.seq_lens[:count]
+            else:
+                index, rows, ends = packed.samples
+                hidden = hidden.index_select(0, index)
+            self._sample_eagerly(launched, sampling, hidden, rows, ends)
+        launched.tokens = packed.staging.tokens[:count]
+        launched.tokens.copy_(self._state.sampled[:count], non_blocking=True)
+        launched.sampling = sampling
+
+    def _sample_eagerly(
+        self, launched: _Launched, sampling: list[ScheduledRequest], hidden: Tensor, rows: Tensor, ends: Tensor
+    ) -> None:
+        head = self._sampling_head if self._drawn else self._greedy_head
+        logits = head(hidden, rows, ends)
+        names = self._with_logprobs
+        wanted = [int(item.request.params.logprobs or 0) for item in sampling if item.request.request_id in names]
+        if wanted:
+            vocab = logits.shape[1]
+            most = max(vocab if count < 0 else count for count in wanted)
+            sampled = self._state.sampled[: len(sampling)]
+            gathered = gather_logprobs(torch.log_softmax(logits, dim=-1), sampled, most)
+            launched.logprobs = gathered.to_host()
+
+    def _greedy_head(self, hidden: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+        logits = self._model.compute_logits(hidden)
+        self._keep(ops.argmax(logits), rows)
+        return logits
+
+    def _sampling_head(self, hidden: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+        logits = self._model.compute_logits(hidden)
+        self._keep(ops.sample_tokens(logits, *ops.sampling_inputs(self._state.state, rows, ends)), rows)
+        return logits
+
+    def _keep(self, tokens: Tensor, rows: Tensor) -> None:
+        ops.keep_tokens(self._state.state, rows, tokens, self._state.sampled[: len(rows)])
+
+    def collect(self, in_flight: InFlight) -> StepResult:
+        assert isinstance(in_flight, _Launched)
+        result = in_flight.result
+        if in_flight.tokens is None:
+            return result
+        in_flight.staging.wait()
+        tokens = in_flight.tokens.tolist()
+        for item, token in zip(in_flight.sampling, tokens, strict=True):
+            if token >= 0:
+                result.tokens[item.request.request_id] = [token]
+            else:
+                result.failed[item.request.request_id] = NAN_LOGITS
+        if in_flight.logprobs is not None:
+            self._take_logprobs(in_flight.logprobs, in_flight.sampling, tokens, result)
+        return result
+
+    def _take_logprobs(
+        self, gathered: LogprobTensors, sampling: list[ScheduledRequest], tokens: list[int], result: StepResult
+    ) -> None:
+        """Entries of the requests that want them, out of those that were gathered for all."""
+        wanted = [
+            r
+            for r, item in enumerate(sampling)
+            if item.request.params.logprobs is not None and item.request.request_id in result.tokens
+        ]
+        rows = LogprobTensors(*(part[wanted] for part in gathered))
+        counts = [int(sampling[r].request.params.logprobs or 0) for r in wanted]
+        for r, entry in zip(wanted, logprob_entries(rows, [tokens[r] for r in wanted], counts), strict=True):
+            result.logprobs[sampling[r].request.request_id] = entry

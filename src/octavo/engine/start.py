@@ -1,0 +1,132 @@
+"""From a loaded model to a runner: what a step takes of the device's memory, then the KV cache and the CUDA graphs."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo import ops
+from octavo.engine.config import EngineConfig
+from octavo.engine.device_runner import DeviceRunner
+from octavo.engine.device_state import DeviceState
+from octavo.engine.graphs import graph_sizes
+from octavo.engine.loading import LoadedModel
+from octavo.engine.memory import StepLimits
+from octavo.engine.runner import HostRunner, Runner, bind_cache
+from octavo.layers.step import StepInputs
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes that a step needs beside weights and KV cache, and whether decode steps can be captured."""
+
+    num_bytes: int
+    can_capture: bool
+
+
+def build_runner(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    limits: StepLimits,
+    num_blocks: int,
+    max_model_len: int,
+    use_graphs: bool,
+) -> Runner:
+    """Allocate the KV cache and everything else that steps need, and capture the decode graphs if asked to."""
+    bind_cache(loaded.model, loaded.groups, num_blocks, config.block_size, loaded.kv_dtype, loaded.device)
+    groups = len(loaded.groups)
+    if not limits.uses_device_state:
+        return HostRunner(loaded.model, groups, config.block_size, limits.max_num_seqs, max_model_len, loaded.device)
+    runner = _device_runner(loaded, config, limits, max_model_len, use_graphs)
+    runner.capture()
+    return runner
+
+
+def _device_runner(
+    loaded: LoadedModel, config: EngineConfig, limits: StepLimits, max_model_len: int, use_graphs: bool
+) -> DeviceRunner:
+    state = DeviceState(
+        len(loaded.groups),
+        config.block_size,
+        limits.max_num_seqs,
+        max_model_len,
+        limits.max_num_batched_tokens,
+        loaded.device,
+        limits.max_steps_in_flight + 1,
+    )
+    return DeviceRunner(loaded.model, state, use_graphs)
+
+
+def measure_step(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) -> StepMemory:
+    """Run the largest step on a cache of one block, and capture two of the graphs, to see what they take.
+
+    Every further graph is taken to need what the second one added, since all of them share one pool.
+    """
+    if loaded.device.type != "cuda":
+        return StepMemory(0, False)
+    bind_cache(loaded.model, loaded.groups, 1, config.block_size, loaded.kv_dtype, loaded.device)
+    num_bytes = _measure_peak(loaded, config, limits)
+    if config.enforce_eager:
+        return StepMemory(num_bytes, False)
+    before = _free_bytes(loaded.device)
+    length = config.max_model_len if isinstance(config.max_model_len, int) else loaded.model.max_position
+    runner = _device_runner(loaded, config, limits, length, True)
+    largest, *others = graph_sizes(limits.max_num_seqs)[::-1]
+    can_capture = runner.capture([largest])
+    after_one = after_two = _free_bytes(loaded.device)
+    if can_capture and others:
+        runner.capture(others[:1])
+        after_two = _free_bytes(loaded.device)
+    graphs = before - after_one + (after_one - after_two) * len(others)
+    del runner
+    _free_bytes(loaded.device)
+    logger.info("a step takes %.2f GiB, its graphs %.2f GiB", num_bytes / 2**30, graphs / 2**30)
+    return StepMemory(num_bytes + graphs, can_capture)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Free memory, nothing kept in reserve by torch or by objects that are not in use any more."""
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+@torch.inference_mode()
+def _measure_peak(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) -> int:
+    """The most memory that a step of `max_num_batched_tokens` tokens takes, with sampling for `max_num_seqs`."""
+    device = loaded.device
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    hidden = loaded.model(*_longest_prompts(loaded, config, limits))
+    logits = loaded.model.compute_logits(hidden[: limits.max_num_seqs])
+    rows = torch.zeros(len(logits), dtype=torch.int32, device=device)
+    ops.sample_tokens(logits, rows + 1.0, rows + 50, rows + 0.9, rows * 0.1, rows.long(), rows.long())
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del hidden, logits
+    return peak
+
+
+def _longest_prompts(
+    loaded: LoadedModel, config: EngineConfig, limits: StepLimits
+) -> tuple[Tensor, Tensor, StepInputs]:
+    """A step full of prompts, as long as the model takes them, all of whose pages are the null block."""
+    device, total = loaded.device, limits.max_num_batched_tokens
+    length = min(total, loaded.model.max_position)
+    counts = [length] * (total // length) + [total % length] * (total % length > 0)
+    counts = counts[: limits.max_num_seqs]
+    lengths = torch.tensor(counts, dtype=torch.int32, device=device)
+    query_start = torch.zeros(len(counts) + 1, dtype=torch.int32, device=device)
+    query_start[1:] = lengths.cumsum(0)
+    total = sum(counts)
+    table = torch.zeros((len(counts), -(-length // config.block_size)), dtype=torch.int32, device=device)
+    slots = torch.full((total,), -1, dtype=torch.int64, device=device)
+    metadata = ops.AttentionMetadata(query_start, lengths, table, slots, length, length, 0, counts, counts)
+    positions = torch.arange(total, device=device) % length
+    return torch.zeros_like(positions), positions, StepInputs((metadata,) * len(loaded.groups))

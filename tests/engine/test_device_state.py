@@ -1,0 +1,128 @@
+"""What the device makes of a packed step, against the layout that the host makes of the same step."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from octavo.core.cache_groups import CacheGroup, KVCacheSpec
+from octavo.core.request import Request
+from octavo.core.sampling_params import SamplingParams
+from octavo.core.scheduler import Scheduler, SchedulerConfig
+from octavo.engine import device_state
+from octavo.engine.device_state import DeviceState
+from octavo.engine.graphs import graph_sizes
+from octavo.engine.inputs import BlockTables, build_inputs
+from octavo.engine.sampler import SamplingRow
+from octavo.ops import keep_tokens, sampling_inputs
+
+CPU = torch.device("cpu")
+FULL = CacheGroup(KVCacheSpec("full", 1, 16), [0])
+SLIDING = CacheGroup(KVCacheSpec("sliding", 1, 16, window=24), [1])
+
+
+def row_of(request: Request, seed: int = 0) -> SamplingRow:
+    return SamplingRow(request.params, seed, request.tokens, request.num_prompt_tokens, frozenset(), [])
+
+
+def make(groups: list[CacheGroup], num_blocks: int, max_num_seqs: int, budget: int) -> tuple[Scheduler, DeviceState]:
+    config = SchedulerConfig(max_num_seqs, budget, 256, block_size=8)
+    state = DeviceState(len(groups), 8, max_num_seqs, 256, budget, CPU, 2)
+    return Scheduler(config, groups, num_blocks), state
+
+
+@pytest.mark.parametrize("groups", [[FULL], [FULL, SLIDING]], ids=["full", "full+sliding"])
+@pytest.mark.parametrize("min_updates", [8192, 1], ids=["", "tables sent apart"])
+def test_inputs_equal_those_laid_out_on_the_host(groups, min_updates: int, monkeypatch) -> None:
+    monkeypatch.setattr(device_state, "_MIN_UPDATES", min_updates)
+    rng = random.Random(0)
+    scheduler, state = make(groups, num_blocks=36, max_num_seqs=4, budget=24)
+    tables = BlockTables(len(groups), 4, 32)
+    preempted = 0
+    for i in range(30):
+        prompt = [rng.randrange(100) for _ in range(rng.choice([1, 5, 60, 100]))]
+        request = Request(str(i), prompt, SamplingParams(max_tokens=rng.randrange(1, 60)))
+        scheduler.add(request)
+        state.add(request, row_of(request))
+    while (step := scheduler.schedule()) is not None:
+        expected = build_inputs(step, tables, len(groups), 8, CPU)
+        packed = state.send(step)
+        ids, positions, inputs = state.prepare(packed)
+        assert torch.equal(ids, expected.input_ids) and torch.equal(positions, expected.positions)
+        for found, wanted in zip(inputs.metadata, expected.step.metadata, strict=True):
+            assert torch.equal(found.seq_lens, wanted.seq_lens)
+            assert torch.equal(found.query_start, wanted.query_start)
+            assert torch.equal(found.slot_mapping, wanted.slot_mapping)
+            assert (found.max_query_len, found.max_seq_len) == (wanted.max_query_len, wanted.max_seq_len)
+            assert found.num_decodes == wanted.num_decodes
+            for s, length in enumerate(wanted.seq_lens.tolist()):
+                used = -(-length // 8)
+                assert torch.equal(found.block_table[s, :used], wanted.block_table[s, :used])
+        rows = packed.samples[0].long() if packed.samples is not None else torch.arange(len(step.requests))
+        assert torch.equal(rows, expected.sample_rows)
+        sampled = {item.request.request_id: [rng.randrange(100)] for item in step.requests if item.sample}
+        for request in scheduler.update(step, sampled):
+            if request.is_finished:
+                state.remove(request.request_id)
+                tables.release(request.request_id)
+        preempted = scheduler.stats().preemptions
+    assert preempted > 0
+    assert not scheduler.has_work()
+
+
+def test_a_token_in_flight_is_read_on_the_device_and_padding_computes_nothing() -> None:
+    config = SchedulerConfig(4, 64, 256, block_size=8, max_steps_in_flight=2)
+    scheduler, state = Scheduler(config, [FULL], 60), DeviceState(1, 8, 4, 256, 64, CPU, 3)
+    for name in "ab":
+        request = Request(name, [1, 2, 3], SamplingParams(max_tokens=9, seed=3))
+        scheduler.add(request)
+        state.add(request, row_of(request))
+    first = scheduler.schedule()
+    assert first is not None
+    packed = state.send(first)
+    assert packed.samples is not None and packed.samples[0].tolist() == [2, 5]
+    keep_tokens(state.state, packed.samples[1], torch.tensor([41, 42]), state.sampled[:2])
+    second = scheduler.schedule()
+    assert second is not None and [item.token_ids for item in second.requests] == [[-1], [-1]]
+    ids, positions, inputs = state.prepare(state.send(second, num_padded=4))
+    assert ids.tolist() == [41, 42, 0, 0]
+    assert positions.tolist() == [3, 3, 0, 0]
+    assert inputs.metadata[0].seq_lens.tolist() == [4, 4, 0, 0]
+    assert inputs.metadata[0].slot_mapping[2:].tolist() == [-1, -1]
+    assert (inputs.metadata[0].slot_mapping[:2] >= 8).all()
+
+
+def test_sampling_parameters_reach_the_device_as_they_were_given() -> None:
+    scheduler, state = make([FULL], num_blocks=60, max_num_seqs=4, budget=64)
+    given = [
+        (SamplingParams(temperature=0.7, top_p=0.9, min_p=0.05, top_k=40), (1 << 63) + 5),
+        (SamplingParams(temperature=0.0), -3),
+        (SamplingParams(temperature=1.5, top_k=-1), 12),
+    ]
+    for i, (params, seed) in enumerate(given):
+        request = Request(str(i), [1] * (i + 1), params)
+        scheduler.add(request)
+        state.add(request, row_of(request, seed))
+    step = scheduler.schedule()
+    assert step is not None
+    packed = state.send(step)
+    assert packed.samples is not None
+    by_name = {item.request.request_id: i for i, item in enumerate(step.requests)}
+    order = [by_name[str(i)] for i in range(3)]
+    temperature, top_k, top_p, min_p, seeds, position = (
+        values[order] for values in sampling_inputs(state.state, packed.samples[1], packed.samples[2])
+    )
+    assert temperature.tolist() == pytest.approx([0.7, 0.0, 1.5]) and top_k.tolist() == [40, 0, 0]
+    assert top_p.tolist() == pytest.approx([0.9, 1.0, 1.0]) and min_p.tolist() == pytest.approx([0.05, 0.0, 0.0])
+    assert seeds.tolist() == [(1 << 63) + 5 - (1 << 64), -3, 12]
+    assert position.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 100, 256, 257, 512, 1000, 1024])
+def test_graph_sizes_end_at_the_most_requests(most: int) -> None:
+    sizes = graph_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most and sizes[0] == 1
+    assert all(b <= max(a * 2, a + 32) for a, b in pairwise(sizes))

@@ -1,0 +1,158 @@
+"""The engine on a GPU: graphs bring eager's tokens, a launch waits for nothing, and a step costs a known few calls."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.core.sampling_params import SamplingParams
+from octavo.engine.config import EngineConfig
+from octavo.engine.engine import Engine
+from octavo.engine.messages import EngineRequest
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+def make(folder: Path, **settings: Any) -> Engine:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    settings = {"load_format": "dummy", "kv_cache_memory_bytes": 1 << 28, "max_num_seqs": 24} | settings
+    return Engine(EngineConfig(model=str(folder), skip_tokenizer_init=True, **settings))
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return make(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture
+def decoding(engine: Engine) -> Iterator[Engine]:
+    """Three requests that decode, with the first new blocks behind them."""
+    params = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
+    for i in range(3):
+        engine.add(EngineRequest(f"d{i}", [5 + i] * 17, params))
+    for _ in range(8):
+        engine.step()
+    yield engine
+    for i in range(3):
+        engine.abort(f"d{i}")
+    engine.drain()
+
+
+def answers(engine: Engine, params: list[SamplingParams]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for i, p in enumerate(params):
+        engine.add(EngineRequest(str(i), [(7 * i + j) % 2000 for j in range(1 + 37 * i)], p))
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+    return found
+
+
+def test_every_decode_size_was_captured(engine: Engine) -> None:
+    graphs = engine._runner._graphs  # type: ignore[attr-defined]
+    assert graphs.failure is None
+    assert [graphs.padded_size(n) for n in (1, 3, 4, 5, 17, 24, 25)] == [1, 4, 4, 8, 24, 24, None]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_graphs_and_launching_ahead_do_not_change_tokens(engine: Engine, tmp_path: Path, temperature: float) -> None:
+    params = [
+        SamplingParams(temperature=temperature, top_p=0.95, seed=i, max_tokens=24, ignore_eos=True) for i in range(4)
+    ]
+    found = answers(engine, params)
+    eager = make(tmp_path, enforce_eager=True, async_scheduling=False)
+    assert found == answers(eager, params)
+    assert len({tuple(tokens) for tokens in found.values()}) == len(params)
+
+
+def test_a_launch_waits_for_nothing(decoding: Engine) -> None:
+    scheduler, runner = decoding._scheduler, decoding._runner
+    decoding.drain()
+    flying = []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            step = scheduler.schedule()
+            assert step is not None
+            flying.append(runner.launch(step))
+            if len(flying) == 2:
+                oldest = flying.pop(0)
+                scheduler.update(oldest.step, runner.collect(oldest).tokens)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        for in_flight in flying:
+            scheduler.update(in_flight.step, runner.collect(in_flight).tokens)
+
+
+def test_a_prefill_waits_for_nothing_either(engine: Engine) -> None:
+    engine.add(EngineRequest("p", [3] * 100, SamplingParams(temperature=0.7, max_tokens=2, ignore_eos=True)))
+    step = engine._scheduler.schedule()
+    assert step is not None
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        in_flight = engine._runner.launch(step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    engine._scheduler.update(step, engine._runner.collect(in_flight).tokens)
+    while engine.has_work:
+        engine.step()
+
+
+def test_a_decode_step_is_one_copy_each_way_and_two_graphs(decoding: Engine) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    steps = 4
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as result:
+        for _ in range(steps):
+            decoding.step()
+        torch.cuda.synchronize()
+    calls = Counter[str]()
+    for row in result.key_averages():
+        calls[row.key] += row.count
+    assert calls["cudaGraphLaunch"] == 2 * steps
+    copies = {way: sum(n for name, n in calls.items() if f"Memcpy {way}" in name) for way in ("HtoD", "DtoH")}
+    assert copies == {"HtoD": steps, "DtoH": steps}
+
+
+def test_a_model_that_looks_at_its_data_runs_without_graphs(tmp_path: Path, monkeypatch) -> None:
+    from octavo.models.decoder import DecoderLM
+
+    forward = DecoderLM.forward
+    monkeypatch.setattr(DecoderLM, "forward", lambda self, ids, *rest: forward(self, ids * int(ids.max() >= 0), *rest))
+    engine = make(tmp_path, max_num_seqs=4)
+    assert engine._runner._graphs is None  # type: ignore[attr-defined]
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    assert len(answers(engine, [params])["0"]) == 4
+
+
+def test_fp8_pages_answer(tmp_path: Path) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)] * 3
+    assert {len(tokens) for tokens in answers(make(tmp_path, kv_cache_dtype="fp8"), params).values()} == {12}
