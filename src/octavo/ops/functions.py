@@ -14,8 +14,11 @@ from octavo.ops.dispatch import Candidate, Operation
 from octavo.ops.kv_cache import AttentionMetadata, KVCache
 from octavo.ops.packed_weight import Layout, PackedWeight, QuantizedWeightLike, TorchDense, TorchQuantized
 from octavo.ops.triton import runtime as triton_runtime
+from octavo.ops.triton import weights as triton_weights
+from octavo.ops.triton import weights_8bit as triton_weights_8bit
 
 _BF16 = (torch.bfloat16,)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _LOGITS = (torch.float32, torch.bfloat16)
 
 
@@ -29,13 +32,19 @@ def _operation(name: str, covers: str, *gpu: Candidate) -> Operation:
     )
 
 
+def _elementwise(name: str) -> Operation:
+    function = triton_runtime.lazy("elementwise", name)
+    reason, note = triton_runtime.unavailable(), "norms of rows of up to 65536 numbers"
+    return _operation(name, "AVX-512", Candidate("triton", function, ("cuda",), _FLOATS, reason, note))
+
+
 def _paged(name: str, module: str) -> Operation:
     """An operation on the pages of the cache, with its kernel in `octavo.ops.triton.<module>`."""
     gpu = Candidate(
         "triton",
         triton_runtime.lazy(module, name),
         ("cuda",),
-        (torch.bfloat16, torch.float16, torch.float32),
+        _FLOATS,
         triton_runtime.unavailable(),
         "caches in the plain order, float8 included; any head size; up to 64 query heads a key head",
     )
@@ -51,10 +60,10 @@ def _sampling(name: str) -> Operation:
     )
 
 
-_RMS_NORM = _operation("rms_norm", "AVX-512")
-_ADD_RMS_NORM = _operation("add_rms_norm", "AVX-512")
-_SILU_MUL = _operation("silu_mul", "AVX-512")
-_GELU_TANH_MUL = _operation("gelu_tanh_mul", "AVX-512")
+_RMS_NORM = _elementwise("rms_norm")
+_ADD_RMS_NORM = _elementwise("add_rms_norm")
+_SILU_MUL = _elementwise("silu_mul")
+_GELU_TANH_MUL = _elementwise("gelu_tanh_mul")
 _PAGES = "AVX-512; head sizes and block sizes that are multiples of 16, heads up to 512"
 _ROTARY_AND_STORE = _paged("rotary_and_store", "rotary")
 _STORE_KV = _paged("store_kv", "rotary")
@@ -79,6 +88,13 @@ OPERATIONS = (
 # The candidates of `linear`, fastest first; a weight is packed once for the first that takes it.
 LAYOUTS = (
     Layout("cpu tiles", cpu_weights.rejects, cpu_weights.pack, "AVX-512; bf16, 4- and 8-bit groups, int8 x int8"),
+    Layout(
+        "triton codes", triton_weights.rejects_codes, triton_weights.pack_codes, "few rows in a kernel, else cuBLAS"
+    ),
+    Layout(
+        "triton dense", triton_weights.rejects_dense, triton_weights.pack_dense, "few rows in a kernel, else cuBLAS"
+    ),
+    Layout("triton 8-bit", triton_weights_8bit.rejects, triton_weights_8bit.pack, "int8 x int8, FP8 x FP8"),
     Layout("torch dense", TorchDense.rejects, TorchDense, "oneDNN or BLAS"),
     Layout("torch dequantize", TorchQuantized.rejects, TorchQuantized, "the reference"),
 )

@@ -1,0 +1,160 @@
+"""Compiles every 8-bit and elementwise kernel for a GPU of compute capability 9.0; none needs to be there.
+
+    python benchmarks/compile_8bit.py [FILTER]
+
+Prints registers, spills, shared memory and which matrix instructions were chosen. Fails where a kernel spills, does not
+fit, or misses the instruction that it was written for.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from octavo.ops.triton import elementwise, linear_8bit, quantize
+from octavo.ops.triton.runtime import Tile
+
+TARGET = GPUTarget("cuda", 90, 32)
+MAX_SHARED = 227 * 1024
+SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (4096, 1024), (576, 576))
+
+
+def compile_kernel(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, Any]
+) -> tuple[str, int]:
+    """PTX and bytes of shared memory; pointers and widths are taken to be multiples of 16, as they are."""
+    names = kernel.arg_names
+    given = {name: signature.get(name, "constexpr") for name in names}
+    fixed = {(names.index(name),): value for name, value in constants.items()}
+    skipped = {"M", "eps"}
+    aligned = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in signature.items()
+        if name not in skipped and (kind.startswith("*") or kind == "i32")
+    }
+    source = ASTSource(fn=kernel, signature=given, constexprs=fixed, attrs=aligned)
+    compiled = triton.compile(source, target=TARGET, options=options)
+    return compiled.asm["ptx"], compiled.metadata.shared
+
+
+def registers(ptx: str) -> tuple[int, int]:
+    """Registers a thread and bytes spilled, from ptxas."""
+    ptxas = triton.knobs.nvidia.ptxas.path
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [ptxas, "-v", "--gpu-name", "sm_90a", str(path), "-o", str(path.with_suffix(".cubin"))]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    used = re.search(r"Used (\d+) registers", output)
+    spilled = re.findall(r"(\d+) bytes spill", output)
+    assert used is not None
+    return int(used.group(1)), sum(map(int, spilled))
+
+
+def report(name: str, compiled: tuple[str, int], wanted: str = "") -> bool:
+    """Prints a line; whether the kernel is as it should be."""
+    ptx, shared = compiled
+    used, spilled = registers(ptx)
+    matrix = sorted(
+        set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m\d+n\d+k\d+\.[a-z0-9.]+|mma\.sync\.aligned\.m\S+", ptx))
+    )
+    good = spilled == 0 and shared <= MAX_SHARED and (not wanted or any(m.startswith(wanted) for m in matrix))
+    verdict = " ".join(matrix) + ("" if good else "  BAD")
+    print(f"{name:52} {used:3} regs {spilled:4} spilled {shared / 1024:5.0f} KiB {verdict}")
+    return good
+
+
+def few_rows(tile: Tile, k: int, kind: str, with_extras: bool) -> tuple[str, int]:
+    code, total = ("i8", "i32") if kind == "w8a8" else ("fp8e4nv", "fp32")
+    block_k, split = linear_8bit._parts(k, tile.k, tile.split)
+    signature = {"codes": f"*{code}", "scale": "*fp32", "w": f"*{code}", "w_scale": "*fp32", "out": "*bf16"}
+    constants: dict[str, Any] = {}
+    for name, pointer in (("bias", "*bf16"), ("residual", "*bf16"), ("partial", f"*{total}"), ("counters", "*i32")):
+        if split > 1 if name in ("partial", "counters") else with_extras:
+            signature[name] = pointer
+        else:
+            constants[name] = None
+    signature |= {"M": "i32", "N": "i32"}
+    sums = triton.language.int32 if kind == "w8a8" else triton.language.float32
+    constants |= {"K": k, "SUM": sums, "BLOCK_M": tile.rows, "BLOCK_N": tile.n, "BLOCK_K": block_k}
+    constants |= {"SPLIT": split, "PDL": True}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": True}
+    return compile_kernel(linear_8bit.few_rows_kernel, signature, constants, options)
+
+
+def many_rows(tile: Tile, k: int, kind: str, with_extras: bool) -> tuple[str, int]:
+    code = "i8" if kind == "w8a8" else "fp8e4nv"
+    signature = {"codes": f"tensordesc<{code}[{tile.rows}, {tile.k}]>", "scale": "*fp32"}
+    signature |= {"w": f"tensordesc<{code}[{tile.n}, {tile.k}]>", "w_scale": "*fp32", "out": "*bf16"}
+    constants: dict[str, Any] = {}
+    for name in ("bias", "residual"):
+        if with_extras:
+            signature[name] = "*bf16"
+        else:
+            constants[name] = None
+    signature |= {"M": "i32", "N": "i32"}
+    sums = triton.language.int32 if kind == "w8a8" else triton.language.float32
+    constants |= {"K": k, "SUM": sums, "BLOCK_M": tile.rows, "BLOCK_N": tile.n, "BLOCK_K": tile.k}
+    constants |= {"GROUP": linear_8bit.GROUP, "PARTS": 2 if tile.n >= 256 else 1, "PDL": True}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": True}
+    return compile_kernel(linear_8bit.many_rows_kernel, signature, constants, options)
+
+
+def products(wanted: str) -> list[bool]:
+    results = []
+    seen = set()
+    for kind in ("w8a8", "fp8"):
+        for n, k in SHAPES:
+            for m in linear_8bit.BUCKETS:
+                tile = linear_8bit.default_tile(n, k, m)
+                key = (kind, k if tile.split else 0, tile)
+                if key in seen or wanted not in f"{kind} {n}x{k} m{m}":
+                    continue
+                seen.add(key)
+                build = few_rows if tile.split else many_rows
+                name = f"{kind} {n}x{k} m{m} {tuple(tile)}"
+                results.append(report(name, build(tile, k, kind, m % 32 == 0), "wgmma"))
+    return results
+
+
+def rows(wanted: str) -> list[bool]:
+    results = []
+    for width in (576, 1024, 4096, 8192, 14336):
+        block, warps = quantize.row_launch(width)
+        options = {"num_warps": warps, "launch_pdl": True}
+        for kind, code in ((None, "bf16"), ("int8", "i8"), ("fp8", "fp8e4nv")):
+            if wanted not in f"rows {width} {kind}":
+                continue
+            scale = {} if kind is None else {"scale": "*fp32"}
+            none = {"scale": None} if kind is None else {}
+            signature = {"x": "*bf16", "out": f"*{code}", "width": "i32", "x_stride": "i32"} | scale
+            norm = signature | {"residual": "*bf16", "weight": "*bf16", "eps": "fp32"}
+            constants = {"BLOCK": block, "KIND": kind, "PDL": True} | none
+            compiled = compile_kernel(elementwise.norm_kernel, norm, constants, options)
+            results.append(report(f"norm {width} {kind}", compiled))
+            compiled = compile_kernel(elementwise.gate_kernel, signature, constants | {"GATE": "silu"}, options)
+            results.append(report(f"gate {width} {kind}", compiled))
+            if kind is not None:
+                signature["codes"] = signature.pop("out")
+                compiled = compile_kernel(quantize.quantize_kernel, signature, constants, options)
+                results.append(report(f"quantize {width} {kind}", compiled))
+    return results
+
+
+def main() -> None:
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    results = rows(wanted) + products(wanted)
+    print(f"{sum(results)} of {len(results)} kernels are as they should be")
+    sys.exit(0 if all(results) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Products of 8-bit rows and 8-bit weights: int8 with sums in int32, E4M3 with sums in float32.
+
+y[m, n] = scale[m] * w_scale[n] * sum_k codes[m, k] w[n, k] + bias[n], rounded once, all in one launch. Two kernels:
+
+* Few rows: reading W once is what takes the time. W is the large operand of the matrix units and the rows, padded to
+  16, the small one. K is split where N gives too few programs, and the last program of a split to arrive adds the sums
+  of all parts in a fixed order, so that the result does not depend on who comes first.
+* Many rows: one program a multiprocessor walks over the tiles of y, in groups whose operands stay in the second-level
+  cache; tensor descriptors (TMA) bring the operands.
+
+With PDL (programmatic dependent launch) a program asks for its weights while the kernel ahead still runs.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from octavo.ops.triton import runtime
+from octavo.ops.triton.runtime import Tile
+
+BUCKETS = (16, 32, 64, 128, 256, 1024, 8192)  # numbers of rows with tiles of their own
+GROUP = 8  # blocks of rows that are walked over together
+PREFETCH = tl.constexpr(1024)  # bytes of a row of W to ask for ahead
+
+
+@triton.jit
+def _prefetch(w, row, first, K: tl.constexpr, SIZE: tl.constexpr):
+    """Ask for SIZE bytes of each row from column `first` on, as far as the row goes; nothing is waited for."""
+    size = tl.minimum(K - first, SIZE) + tl.zeros_like(row)
+    address = (w + row.to(tl.int64) * K + tl.minimum(first, K - 16)).to(tl.int64, bitcast=True)
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [address, tl.maximum(size, 16)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _finish(total, scale, w_scale, bias, residual, out, m, n, M, N):
+    """Scale, bias, rounding and residual of a block of sums [rows, columns]."""
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    y = total.to(tl.float32) * tl.load(scale + m, mask=m < M, other=0)[:, None]
+    y *= tl.load(w_scale + n, mask=n < N, other=0)[None, :]
+    if bias is not None:
+        y += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)[None, :]
+    place = m.to(tl.int64)[:, None] * N + n[None, :]
+    y = y.to(out.dtype.element_ty)
+    if residual is not None:
+        y = (y.to(tl.float32) + tl.load(residual + place, mask=inside, other=0).to(tl.float32)).to(y.dtype)
+    tl.store(out + place, y, mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def few_rows_kernel(
+    codes, scale, w, w_scale, bias, residual, out, partial, counters, M, N,
+    K: tl.constexpr, SUM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """codes [M, K] to out [M, N]; program (tile of N, part of K, tile of M)."""
+    TILES: tl.constexpr = (K + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
+    EVEN: tl.constexpr = K % (BLOCK_K * SPLIT) == 0
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.minimum(n, N - 1)
+    first = tl.program_id(1) * (TILES * BLOCK_K)
+    if PDL:
+        _prefetch(w, row, first, K, min(PREFETCH, TILES * BLOCK_K))
+        gdc_wait()
+        gdc_launch_dependents()
+    w_row = w + row.to(tl.int64)[:, None] * K
+    x_row = codes + tl.minimum(m, M - 1).to(tl.int64)[None, :] * K
+    total = tl.zeros([BLOCK_N, BLOCK_M], SUM)
+    for i in range(TILES):
+        k = first + i * BLOCK_K + tl.arange(0, BLOCK_K)
+        if EVEN:
+            weight = tl.load(w_row + k[None, :])
+            x = tl.load(x_row + k[:, None])
+        else:
+            weight = tl.load(w_row + k[None, :], mask=(k < K)[None, :], other=0.0)
+            x = tl.load(x_row + k[:, None], mask=(k < K)[:, None], other=0.0)
+        total = tl.dot(weight, x, total, out_dtype=SUM)
+    if SPLIT == 1:
+        _finish(tl.trans(total), scale, w_scale, bias, residual, out, m, n, M, N)
+    else:
+        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
+        column = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        area = partial + column.to(tl.int64) * (SPLIT * SIZE)
+        place = tl.arange(0, BLOCK_M)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+        live = (m < M)[None, :] & (n < N)[:, None]
+        tl.store(area + tl.program_id(1) * SIZE + place, total, mask=live)
+        tl.debug_barrier()  # all threads have written before one of them says so
+        if tl.atomic_add(counters + column, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
+            tl.store(counters + column, 0)  # for the next product
+            here = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            inside = (m < M)[:, None] & (n < N)[None, :]
+            whole = tl.zeros([BLOCK_M, BLOCK_N], SUM)
+            for part in range(SPLIT):
+                whole += tl.load(area + part * SIZE + here, mask=inside, other=0, cache_modifier=".cg")
+            _finish(whole, scale, w_scale, bias, residual, out, m, n, M, N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def many_rows_kernel(
+    codes, scale, w, w_scale, bias, residual, out, M, N,
+    K: tl.constexpr, SUM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """codes [M, K] times w [N, K], both tensor descriptors, to out [M, N]; a program takes every num_programs-th tile.
+
+    PARTS: the finished tile is written in 1 or 2 halves, which need less shared memory each.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    blocks_m = tl.cdiv(M, BLOCK_M)
+    blocks_n = tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), blocks_m * blocks_n, tl.num_programs(0), flatten=True):
+        group = tile // (GROUP * blocks_n)
+        height = tl.minimum(blocks_m - group * GROUP, GROUP)
+        inner = tile % (GROUP * blocks_n)
+        first_m = (group * GROUP + inner % height) * BLOCK_M
+        first_n = inner // height * BLOCK_N
+        total = tl.zeros([BLOCK_M, BLOCK_N], SUM)
+        for i in range(tl.cdiv(K, BLOCK_K)):
+            x = codes.load([first_m, i * BLOCK_K])
+            weight = w.load([first_n, i * BLOCK_K])
+            total = tl.dot(x, weight.T, total, out_dtype=SUM)
+        m = first_m + tl.arange(0, BLOCK_M)
+        if PARTS == 1:
+            _finish(total, scale, w_scale, bias, residual, out, m, first_n + tl.arange(0, BLOCK_N), M, N)
+        else:
+            HALF: tl.constexpr = BLOCK_N // 2
+            left, right = tl.split(tl.permute(tl.reshape(total, [BLOCK_M, 2, HALF]), [0, 2, 1]))
+            n = first_n + tl.arange(0, HALF)
+            _finish(left, scale, w_scale, bias, residual, out, m, n, M, N)
+            _finish(right, scale, w_scale, bias, residual, out, m, n + HALF, M, N)
+
+
+def linear_8bit(
+    codes: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    residual: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """The product of codes [M, K] and weight [N, K], both int8 or both float8_e4m3fn and contiguous: [M, N].
+
+    scale: float32 [M, 1]. weight_scale: float32 [N]. residual [M, N], contiguous: gets the rounded product added, and
+    is returned. tile: sizes other than those of the table, for benchmarks.
+    """
+    rows, k = codes.shape
+    n = weight.shape[0]
+    kind = "w8a8" if codes.dtype == torch.int8 else "fp8"
+    if tile is None:
+        tile = tile_8bit(kind, n, k, rows)
+    out = torch.empty((rows, n), dtype=out_dtype, device=codes.device) if residual is None else residual
+    if rows > 0:
+        launch = _launch_many if tile.split == 0 else _launch_few
+        launch(codes, scale, weight, weight_scale, bias, residual, out, tile)
+    return out
+
+
+def _launch_few(
+    codes: Tensor, scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor,
+    tile: Tile,
+) -> None:  # fmt: skip
+    (rows, k), n = codes.shape, w.shape[0]
+    block_k, split = _parts(k, tile.k, tile.split)
+    columns, blocks = triton.cdiv(n, tile.n), triton.cdiv(rows, tile.rows)
+    sums = _sums(codes)
+    partial = counters = None
+    if split > 1:
+        size = columns * blocks * split * tile.n * tile.rows
+        partial = torch.empty(size, dtype=torch.int32 if sums == tl.int32 else torch.float32, device=codes.device)
+        counters = runtime.counters(codes.device, columns * blocks)
+    pdl = runtime.uses_dependent_launch(codes.device)
+    few_rows_kernel[(columns, split, blocks)](
+        codes, scale, w, w_scale, bias, residual, out, partial, counters, rows, n, k, sums,
+        tile.rows, tile.n, block_k, split, pdl, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _launch_many(
+    codes: Tensor, scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor,
+    tile: Tile,
+) -> None:  # fmt: skip
+    (rows, k), n = codes.shape, w.shape[0]
+    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.n)
+    x = TensorDescriptor(codes, [rows, k], [k, 1], [tile.rows, tile.k])
+    weight = TensorDescriptor(w, [n, k], [k, 1], [tile.n, tile.k])
+    pdl = runtime.uses_dependent_launch(codes.device)
+    many_rows_kernel[(min(tiles, runtime.num_multiprocessors(codes.device)),)](
+        x, scale, weight, w_scale, bias, residual, out, rows, n, k, _sums(codes),
+        tile.rows, tile.n, tile.k, GROUP, 2 if tile.n >= 256 else 1, pdl,
+        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _sums(codes: Tensor) -> tl.dtype:
+    return tl.int32 if codes.dtype == torch.int8 else tl.float32
+
+
+@functools.cache
+def _parts(k: int, block_k: int, split: int) -> tuple[int, int]:
+    """(columns of a tile, parts of K) that fit a row of k, so that no part is empty."""
+    block_k = min(block_k, triton.next_power_of_2(k))
+    tiles = -(-k // block_k)
+    split = min(split, tiles)
+    return block_k, -(-tiles // -(-tiles // split))
+
+
+@functools.cache
+def tile_8bit(kind: str, n: int, k: int, m: int) -> Tile:
+    """The sizes for m rows and a weight [n, k] of kind "w8a8" or "fp8", from the table of this GPU.
+
+    Parts of K (`Tile.split`) are 0 for the kernel of many rows.
+    """
+    key = next((rows for rows in BUCKETS if m <= rows), BUCKETS[-1])
+    return runtime.tuned_tiles().get((kind, n, k, key)) or default_tile(n, k, key)
+
+
+def default_tile(n: int, k: int, m: int) -> Tile:
+    """Sizes for a shape that nobody measured: about two programs a multiprocessor of an H200, or its largest tiles."""
+    if m > 128:
+        for tile in (Tile(128, 256, 128, 0, 8, 3), Tile(128, 128, 128, 0, 8, 4), Tile(128, 64, 128, 0, 4, 4)):
+            if -(-m // tile.rows) * -(-n // tile.n) >= 132:
+                return tile
+        return Tile(64, 64, 128, 0, 4, 4)
+    block_n, block_k, warps = (64, 256, 4) if m <= 32 else (128, 128, 4 if m <= 64 else 8)
+    split = max(1, min(264 * block_n // n, k // (4 * block_k), 16))
+    return Tile(max(16, m), block_n, block_k, split, warps, 4)

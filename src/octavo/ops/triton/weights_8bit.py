@@ -1,0 +1,96 @@
+"""Weights of 8 bits whose inputs are rounded to 8 bits, too: int8 x int8 and FP8 x FP8. Imports no triton."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.ops.packed_weight import PackedWeight, QuantizedWeightLike, input_kind
+from octavo.ops.triton import runtime
+
+# From here on cuBLAS multiplies FP8; with fewer rows it reads weights at half the speed of the memory.
+SCALED_MM_FROM = 129
+NAMES = {"int8": "triton int8 x int8", "fp8": "triton fp8 x fp8"}
+
+_quantize_rows = runtime.lazy("quantize", "quantize_rows")
+_linear = runtime.lazy("linear_8bit", "linear_8bit")
+
+
+class Triton8Bit(PackedWeight):
+    """data: int8 or float8_e4m3fn [N, K]; scale: float32 [N]."""
+
+    input_kind: str
+
+    def __init__(self, weight: QuantizedWeightLike, device: torch.device) -> None:
+        kind = input_kind(weight.scheme)
+        assert kind is not None
+        self.input_kind = kind
+        self.name = NAMES[kind]
+        self.shape = (int(weight.shape[0]), int(weight.shape[1]))
+        self.data = weight.codes.to(device).contiguous()
+        self.scale = weight.scale.to(device, torch.float32).flatten().contiguous()
+        runtime.counters(device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.nbytes + self.scale.nbytes
+
+    def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        if x.shape[1] != self.shape[1]:
+            raise ValueError(f"linear: x has {x.shape[1]} columns, but the weight takes {self.shape[1]}")
+        codes, scale = _quantize_rows(x, self.input_kind)
+        return self.linear_quantized(codes, scale, bias, out_dtype)
+
+    def linear_quantized(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        if self._takes_scaled_mm(codes, out_dtype):
+            y = scaled_mm(codes, scale, self.data, self.scale, bias)
+            return y if residual is None else residual.add_(y)
+        return _linear(codes, scale, self.data, self.scale, bias, out_dtype, residual)
+
+    def _takes_scaled_mm(self, codes: Tensor, out_dtype: torch.dtype) -> bool:
+        """Whether torch has this product: FP8 by rows, with a bfloat16 result, in multiples of 16."""
+        many = codes.shape[0] >= SCALED_MM_FROM and codes.device.type == "cuda"
+        fits = self.shape[0] % 16 == 0 and out_dtype is torch.bfloat16
+        return many and fits and self.input_kind == "fp8"
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        codes = self.data.view(torch.uint8)[ids].view(self.data.dtype)  # not every device gathers float8
+        return (codes.float() * self.scale[ids][..., None]).to(dtype)
+
+
+def scaled_mm(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """torch's FP8 product by rows: codes [M, K], scale [M, 1], weight [N, K], weight_scale [N] to bfloat16 [M, N]."""
+    bias = None if bias is None else bias.to(torch.bfloat16)
+    return torch._scaled_mm(
+        codes, weight.t(), scale, weight_scale[None], bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def rejects(weight: Tensor | QuantizedWeightLike, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the kernels do not serve this weight, or None."""
+    if device.type != "cuda":
+        return f"serves cuda, not {device.type}"
+    if runtime.unavailable() is not None:
+        return runtime.unavailable()
+    kind = None if isinstance(weight, Tensor) else input_kind(weight.scheme)
+    if isinstance(weight, Tensor) or kind is None:
+        return "serves 8-bit weights whose inputs are rounded to 8 bits"
+    if kind == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
+        return "FP8 needs compute capability 8.9 or later"
+    whole_rows = weight.scale.shape[1] == 1 and weight.offset is None and weight.scheme.num_bits == 8
+    if not whole_rows or weight.shape[1] % 16:
+        return "needs symmetric 8-bit weights with a scale a row, and a multiple of 16 columns"
+    return None
+
+
+def pack(weight: Tensor | QuantizedWeightLike, dtype: torch.dtype, device: torch.device) -> Triton8Bit:
+    """A weight that `rejects` lets through."""
+    assert not isinstance(weight, Tensor)
+    return Triton8Bit(weight, device)

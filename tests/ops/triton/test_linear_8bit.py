@@ -1,0 +1,82 @@
+"""Products of 8-bit rows and weights against exact sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.ops import reference
+from octavo.ops.triton import runtime
+from octavo.ops.triton.linear_8bit import default_tile, linear_8bit
+from octavo.ops.triton.runtime import Tile
+
+KINDS = ("int8", "fp8")
+FEW = (Tile(16, 64, 64, 1, 4, 2), Tile(16, 32, 32, 3, 4, 2), Tile(32, 64, 128, 2, 4, 2))
+MANY = (Tile(32, 32, 64, 0, 4, 2), Tile(64, 256, 32, 0, 4, 2))
+
+
+def operands(m: int, n: int, k: int, kind: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales of rows and of a weight, and their product in float64."""
+    generator = torch.Generator().manual_seed(m * n + k)
+    codes, scale = reference.quantize_rows(torch.randn(m, k, generator=generator), kind)
+    weight, weight_scale = reference.quantize_rows(torch.randn(n, k, generator=generator) / k**0.5, kind)
+    exact = (codes.double() @ weight.double().T) * scale.double() * weight_scale.double().T
+    return tuple(t.to(device) for t in (codes, scale, weight, weight_scale.flatten(), exact))  # type: ignore[return-value]
+
+
+def tolerance(kind: str, device: torch.device) -> float:
+    """Sums of float8 products lose digits in a GPU's matrix units, and half floats stand in for them elsewhere."""
+    return 1e-6 if kind == "int8" else 2e-3 if device.type == "cuda" else 1e-5
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tile", FEW + MANY)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 96, 192), (5, 100, 144), (40, 64, 128)])
+def test_products(m: int, n: int, k: int, tile: Tile, kind: str, device: torch.device) -> None:
+    codes, scale, weight, weight_scale, exact = operands(m, n, k, kind, device)
+    y = linear_8bit(codes, scale, weight, weight_scale, None, torch.float32, tile=tile)
+    assert y.shape == (m, n)
+    assert relative_error(y, exact) < tolerance(kind, device)
+    counters = runtime.counters(device)
+    assert not counters.any()
+    assert torch.equal(linear_8bit(codes, scale, weight, weight_scale, None, torch.float32, tile=tile), y)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tile", [FEW[0], FEW[1], *MANY])
+def test_bias_residual_and_rounding(tile: Tile, kind: str, device: torch.device) -> None:
+    codes, scale, weight, weight_scale, exact = operands(7, 80, 96, kind, device)
+    generator = torch.Generator().manual_seed(3)
+    bias = torch.randn(80, generator=generator).bfloat16().to(device)
+    residual = torch.randn(7, 80, generator=generator).bfloat16().to(device)
+    y = linear_8bit(codes, scale, weight, weight_scale, bias, torch.bfloat16, tile=tile)
+    assert y.dtype == torch.bfloat16
+    assert relative_error(y, exact + bias.double()) < 8e-3
+    expected = exact + bias.double() + residual.double()
+    assert linear_8bit(codes, scale, weight, weight_scale, bias, torch.bfloat16, residual, tile) is residual
+    assert relative_error(residual, expected) < 8e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_default_tiles_and_no_rows(kind: str, device: torch.device) -> None:
+    for rows in (0, 1, 33):
+        codes, scale, weight, weight_scale, exact = operands(rows, 64, 192, kind, device)
+        y = linear_8bit(codes, scale, weight, weight_scale, None, torch.float32)
+        assert y.shape == (rows, 64)
+        if rows:
+            assert relative_error(y, exact) < tolerance(kind, device)
+
+
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (28672, 4096), (576, 576), (64, 64)])
+@pytest.mark.parametrize("m", [16, 64, 128, 256, 8192])
+def test_default_tiles_fit_the_kernels(n: int, k: int, m: int) -> None:
+    tile = default_tile(n, k, m)
+    assert tile.rows >= 16
+    assert (tile.split == 0) == (m > 128)
+    shared = (tile.rows + tile.n) * tile.k * tile.stages
+    assert shared <= 200 << 10
