@@ -280,6 +280,11 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(
     assert "MISSING" not in said.out + said.err + caplog.text  # transformers' load report
 
 
+def test_a_group_size_that_was_asked_for_and_fits_no_layer_is_refused() -> None:
+    with pytest.raises(UserError, match=r"group size 40 divides the inputs of no layer; they have [\d, ]+\. Give"):
+        compress(tiny_model("llama"), QuantizationModifier(scheme="W4A16", ignore=["lm_head"], group_size=40))
+
+
 def test_a_group_size_that_fits_nothing_is_found_before_a_model_is_loaded_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

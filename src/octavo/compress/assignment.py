@@ -54,11 +54,24 @@ def make_plan(model: Any, blocks: Blocks, modifiers: Sequence[Modifier]) -> Plan
             plan.layers[name] = assignment
     if not plan.layers:
         raise UserError("the recipe's targets match no linear layer of this model, so there is nothing to compress")
+    for modifier in modifiers:
+        _refuse_useless_group(modifier, [m.in_features for n, m in modules.items()
+                                         if n in plan.layers and plan.layers[n].modifier is modifier])  # fmt: skip
     plan.notes += [
         f"group size {wanted} does not divide {columns} inputs: {count} layers use {used or 'one group a row'} instead"
         for (wanted, used, columns), count in refitted.items()
     ]
     return plan
+
+
+def _refuse_useless_group(modifier: Modifier, inputs: list[int]) -> None:
+    """A preset's group size gives way to a smaller one; one that was asked for and fits no layer is a mistake."""
+    if modifier.group_size is not None and inputs and all(columns % modifier.group_size for columns in inputs):
+        raise UserError(
+            f"group size {modifier.group_size} divides the inputs of no layer; they have "
+            f"{', '.join(map(str, sorted(set(inputs))))}. Give a divisor, or -1 (one group a row)",
+            param="group_size",
+        )
 
 
 def _assign(

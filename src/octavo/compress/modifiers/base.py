@@ -47,6 +47,8 @@ class Modifier(ABC):
     """One step of a recipe. The pipeline calls `claim` for every linear layer of the model, then `quantize` block by
     block, with statistics of the inputs where `statistics` is not "none"."""
 
+    group_size: int | None = None  # asked for by the user; None: that of the scheme
+
     @property
     @abstractmethod
     def statistics(self) -> str:
