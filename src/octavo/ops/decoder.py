@@ -10,6 +10,7 @@ from torch import Tensor
 from octavo.ops.cpu import decoder as cpu_decoder
 from octavo.ops.kv_cache import AttentionMetadata, KVCache
 from octavo.ops.packed_weight import PackedWeight
+from octavo.ops.triton import decoder as triton_decoder
 
 
 @dataclass(frozen=True)
@@ -55,4 +56,7 @@ def fuse_decoder(layers: Sequence[DecoderLayer]) -> FusedDecoder | None:
     int64 [T], the rotary table (`rotary_and_store`), and a cache and the metadata of its group for each layer. It
     returns (x, residual) for the final norm, or None where it does not serve these caches; then nothing was changed.
     """
-    return cpu_decoder.fuse(layers) if cpu_decoder.rejects(layers) is None else None
+    for candidate in (cpu_decoder, triton_decoder):
+        if candidate.rejects(layers) is None:
+            return candidate.fuse(layers)
+    return None

@@ -253,12 +253,12 @@ def few_rows(
         gemv_kernel[(triton.cdiv(n, tile.n),)](*tensors, n, eps, *constants, tile.n, block_k, pdl, native, **options)
         return out
     columns, blocks = triton.cdiv(n, tile.n), triton.cdiv(rows, tile.rows)
+    partial: Tensor | None = None
+    counters: Tensor | None = None
     if split > 1:
         size = columns * blocks * split * (2 * tile.n + 1) * tile.rows
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         counters = runtime.counters(x.device, columns * blocks)
-    else:
-        partial = counters = None
     few_rows_kernel[(columns, split, blocks)](
         *tensors, partial, counters, rows, n, eps, *constants, tile.rows, tile.n, block_k, split, lines, pdl, native,
         **options,
