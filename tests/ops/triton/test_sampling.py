@@ -10,7 +10,7 @@ from octavo.ops import sampling as definition
 from octavo.ops.triton import sampling
 
 NATIVE = torch.cuda.is_available()
-VOCAB = 128_256 if NATIVE else 9_000  # several tiles of the kernel, the last one not full
+VOCAB = 128_256 if NATIVE else 5_000  # several tiles of the kernel, the last one not full
 SETTINGS = [
     {},
     {"top_k": 1},
@@ -77,7 +77,7 @@ def kept_weights(logits: Tensor, params: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "ties", "masked"])
 def test_the_kernel_draws_what_the_definition_draws(kind: str, device: torch.device) -> None:
     logits = logits_like(kind, len(SETTINGS), device)
-    for seed in range(3):
+    for seed in range(20 if NATIVE else 1):
         params = parameters(SETTINGS, device, seed)
         expected = definition.sample_tokens(logits, *params)
         chosen = sampling.sample_tokens(logits, *params)
@@ -96,11 +96,11 @@ def assert_next_to_the_target(logits: Tensor, params: list[Tensor], token: int) 
 
 
 @pytest.mark.parametrize(
-    "limits", [{"top_k": 5}, {"top_p": 0.42}, {"min_p": 0.99}, {"top_k": 7, "top_p": 0.6}, {"top_k": 3, "min_p": 0.4}]
+    "limits", [{"top_k": 5}, {"top_p": 0.42}, {"min_p": 0.985}, {"top_k": 7, "top_p": 0.6}, {"top_k": 3, "min_p": 0.4}]
 )
 def test_all_that_is_kept_is_drawn_and_nothing_else(limits: dict, device: torch.device) -> None:
     """Ten tokens of nearly the same weight, some of exactly the same, among tokens that no limit keeps."""
-    count = 300
+    count = 5_000 if NATIVE else 50
     logits = torch.full((1, 600), -8.0)
     logits[0, 50:600:61] = torch.tensor([2.0, 2.0, 1.99, 2.0, 1.98, 1.99, 1.98, 2.0, 1.98, 1.99])
     logits = logits.to(device)
@@ -111,9 +111,10 @@ def test_all_that_is_kept_is_drawn_and_nothing_else(limits: dict, device: torch.
     assert torch.equal(chosen.cpu().unique(), kept)
 
 
+@pytest.mark.gpu
 def test_many_draws_follow_the_weights(device: torch.device) -> None:
     """Chi-square of draws by the kernel over the tokens that top-k and top-p leave."""
-    count = 20_000 if NATIVE else 400
+    count = 20_000
     logits = (torch.randn(1, 30, generator=torch.Generator().manual_seed(2)) * 1.5).to(device)
     params = parameters([{"top_k": 12, "top_p": 0.95, "temperature": 0.8}] * count, device)
     chosen = sampling.sample_tokens(logits.expand(count, -1), *params).cpu()
@@ -143,7 +144,7 @@ def test_argmax_takes_the_first_of_equal_ones_and_tells_nan(dtype: torch.dtype, 
     x[1, 17] = torch.nan
     x[2] = -torch.inf
     x[3] = -0.0
-    x[3, 5000] = 0.0  # equal to the others
+    x[3, 4500] = 0.0  # equal to the others
     x[4] = -x[4].abs() - 1
     x[5, VOCAB - 1] = torch.inf
     x = x.to(device)
