@@ -11,6 +11,7 @@ from octavo.core import kv_cache_manager
 from octavo.core.block_pool import NULL_BLOCK, Block, BlockPool, root_key
 from octavo.core.cache_groups import SlidingWindow
 from octavo.core.kv_cache_manager import KVCacheManager, PrefixHit
+from octavo.core.prefill_cap import FixedCap
 from octavo.core.request import Request, RequestStatus
 from octavo.core.request_states import RequestStates
 from octavo.core.scheduler import Scheduler
@@ -257,7 +258,10 @@ def budget_exceeded(patch: Patch) -> None:
 @bug
 def prefill_cap_ignored(patch: Patch) -> None:
     init = StepBuilder.__init__
-    patch.setattr(StepBuilder, "__init__", lambda self, config, states, step, cap: init(self, config, states, step, 0))
+    no_cap = FixedCap(0)
+    patch.setattr(
+        StepBuilder, "__init__", lambda self, config, states, step, cap: init(self, config, states, step, no_cap)
+    )
 
 
 @bug

@@ -230,6 +230,20 @@ def test_a_limit_that_is_given_is_kept_and_the_other_default_gives_way(given, li
     assert (found.max_num_seqs, found.max_num_batched_tokens) == limits
 
 
+@pytest.mark.parametrize(
+    ("given", "device", "number", "ends"),
+    [
+        ({}, "cpu", 64, None),
+        ({}, "cuda", None, (512, 2048)),
+        ({"target_itl_ms": 20.0}, "cpu", None, None),
+        ({"max_prefill_tokens_with_decodes": 300}, "cuda", 300, (512, 2048)),  # the number wins
+    ],
+)
+def test_a_servers_cap_on_prefills_depends_on_the_device(given, device, number, ends) -> None:
+    limits = step_limits(EngineConfig(**given), torch.device(device), is_serving=True)
+    assert (limits.max_prefill_tokens_with_decodes, limits.prefill_cap_range) == (number, ends)
+
+
 @pytest.mark.parametrize("quantization", ["int8", "w4a16"])
 def test_a_plain_checkpoint_is_quantized_while_loading(tiny_llama: Path, quantization: str) -> None:
     with LLM(str(tiny_llama), dtype="float32") as llm:

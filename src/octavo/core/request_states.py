@@ -75,7 +75,7 @@ class RequestStates:
         request.status = _FINISHED
         del self.requests[request.request_id]
         if was_queued:
-            self.waiting.note_finished()
+            self.waiting.note_finished(request)
         self._drain(request)
 
     def release(self, request: Request) -> None:

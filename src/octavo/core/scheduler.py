@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from octavo.core.cache_groups import CacheGroup
 from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.prefill_cap import prefill_cap_of
 from octavo.core.request import Request, RequestStatus
 from octavo.core.request_states import RequestStates
 from octavo.core.scheduler_config import SchedulerConfig
@@ -33,7 +34,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, groups: Sequence[CacheGroup], num_blocks: int) -> None:
         self.config = config
-        self.max_prefill_tokens_with_decodes = config.max_prefill_tokens_with_decodes or 0  # may be changed any time
+        self.prefill_cap = prefill_cap_of(config)
         self.cache = KVCacheManager(groups, num_blocks, config.block_size, config.enable_prefix_caching)
         self.states = RequestStates(self.cache)
         self._in_flight: deque[Step] = deque()
@@ -144,7 +145,7 @@ class Scheduler:
         if len(self._in_flight) >= self.config.max_steps_in_flight or not self.states.requests:
             return None
         step = Step(self._next_step_id)
-        builder = StepBuilder(self.config, self.states, step, self.max_prefill_tokens_with_decodes)
+        builder = StepBuilder(self.config, self.states, step, self.prefill_cap)
         if builder.build() is None:
             return None
         self._next_step_id += 1
@@ -153,6 +154,10 @@ class Scheduler:
             self._prefix_queries += request.num_prompt_tokens
             self._prefix_hits += request.num_cached_tokens
         return step
+
+    def observe(self, step: Step, seconds: float) -> None:
+        """A step took so long (any time after `schedule` gave it): what the cap on prefills may learn from."""
+        self.prefill_cap.observe(step, seconds)
 
     def update(self, step: Step, sampled: dict[str, list[int]]) -> list[Request]:
         """Take the results of the oldest step in flight; returns the requests that got tokens, ended ones among them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from octavo.errors import UserError
@@ -14,7 +15,10 @@ class SchedulerConfig:
     max_num_seqs: running requests at most. max_num_batched_tokens: tokens a step. max_model_len: prompt plus output of
     a request. block_size: tokens a KV block. policy: "fcfs", or "priority" (lower values first).
     max_prefill_tokens_with_decodes: prefill tokens of a step that also decodes, so that a long prompt does not stall
-    the running streams; 0 or None is no cap. max_steps_in_flight: how often `schedule` may be called before `update`.
+    the running streams; None leaves it to the next two, and with neither of them, as with 0, there is no cap.
+    target_itl_ms: such a step takes no longer, by a model fitted to the steps so far (milliseconds). prefill_cap_range:
+    the cap is a share of the prompt tokens that wait, between these two. max_steps_in_flight: how often `schedule` may
+    be called before `update`.
     """
 
     max_num_seqs: int
@@ -24,6 +28,8 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     policy: str = "fcfs"
     max_prefill_tokens_with_decodes: int | None = None
+    target_itl_ms: float | None = None
+    prefill_cap_range: tuple[int, int] | None = None
     max_steps_in_flight: int = 1
 
     def __post_init__(self) -> None:
@@ -48,4 +54,12 @@ class SchedulerConfig:
                 f"max_prefill_tokens_with_decodes is {self.max_prefill_tokens_with_decodes}; it must be at least 1, or "
                 "0 for no cap",
                 param="max_prefill_tokens_with_decodes",
+            )
+        if self.target_itl_ms is not None and not 0 < self.target_itl_ms < math.inf:
+            raise UserError(f"target_itl_ms is {self.target_itl_ms}; it must be above 0", param="target_itl_ms")
+        low, high = self.prefill_cap_range or (1, 1)
+        if not 1 <= low <= high:
+            raise UserError(
+                f"prefill_cap_range is {self.prefill_cap_range}; it must be two numbers from 1 on, the lower one first",
+                param="prefill_cap_range",
             )

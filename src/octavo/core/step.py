@@ -42,6 +42,7 @@ class ScheduledRequest:
 class Step:
     """One forward pass: its requests with one token (decodes) come first.
 
+    `kv_tokens` counts the tokens that the cache had room for in blocks held by requests, before this step.
     `published` lists the blocks that became findable because this step fills them; they are withdrawn if it fails.
     """
 
@@ -49,6 +50,7 @@ class Step:
     requests: list[ScheduledRequest] = field(default_factory=list)
     num_tokens: int = 0
     num_decodes: int = 0
+    kv_tokens: int = 0
     published: list[tuple[Request, Block]] = field(default_factory=list)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from octavo.core.prefill_cap import PrefillCap
 from octavo.core.request import Request, RequestStatus
 from octavo.core.request_states import RequestStates
 from octavo.core.scheduler_config import SchedulerConfig
@@ -11,9 +12,7 @@ from octavo.core.step import IN_FLIGHT_TOKEN, ScheduledRequest, Step
 class StepBuilder:
     """Builds `step`. `budget` counts the tokens left, `prefill_left` how many of them prefills and drafts may take."""
 
-    def __init__(
-        self, config: SchedulerConfig, states: RequestStates, step: Step, max_prefill_with_decodes: int
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, states: RequestStates, step: Step, prefill_cap: PrefillCap) -> None:
         self.config = config
         self.states = states
         self.cache = states.cache
@@ -23,7 +22,7 @@ class StepBuilder:
         self.budget = self.prefill_left = config.max_num_batched_tokens
         self.lacks_blocks = False
         self.first_admissions: list[Request] = []  # those that looked the prefix cache up
-        self._max_prefill_with_decodes = max_prefill_with_decodes
+        self._prefill_cap = prefill_cap
 
     def build(self) -> Step | None:
         """The step, or None if nothing can be scheduled now."""
@@ -42,8 +41,11 @@ class StepBuilder:
         ready = [min(len(r.tokens) + r.pending, r.max_length - 1) - r.computed - r.scheduled for r in running]
         decodes = ready.count(1)
         self.prefill_left -= decodes  # a decode's token is set aside even if an older prefill comes first
-        if decodes and self._max_prefill_with_decodes:
-            self.prefill_left = min(self.prefill_left, self._max_prefill_with_decodes)
+        self.step.kv_tokens = (self.cache.pool.num_usable - self.cache.pool.num_free) * self.config.block_size
+        if decodes:
+            backlog = sum(count for count in ready if count > 1) + self.states.waiting.num_prompt_tokens
+            cap = self._prefill_cap.tokens(decodes, self.step.kv_tokens, backlog)
+            self.prefill_left = min(self.prefill_left, cap or self.prefill_left)
         index = 0
         while index < len(running):  # preemption takes requests off the end
             request, count = running[index], ready[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from octavo.errors import UserError
@@ -43,7 +44,14 @@ class EngineConfig:
     )
     max_prefill_tokens_with_decodes: int | None = setting(
         None,
-        "prompt tokens in a step that also decodes, so that streams go on (default: none; server 64, on a GPU 2048)",
+        "prompt tokens in a step that also decodes, so that streams go on (default in a server: 64 on a CPU, half of "
+        "what waits on a GPU, from 512 to 2048; else no cap)",
+    )
+    target_itl_ms: float | None = setting(
+        None,
+        "gap between a stream's tokens that the cap on prompt tokens keeps, by the step times measured so far; "
+        "max_prefill_tokens_with_decodes wins over it",
+        metavar="MS",
     )
     enable_prefix_caching: bool = setting(True, "share the KV blocks of common prefixes between requests")
     scheduling_policy: str = setting("fcfs", "who goes first", choices=("fcfs", "priority"))
@@ -74,6 +82,8 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "at least 1")
+        gap = self.target_itl_ms
+        _require(gap is None or 0 < gap < math.inf, "target_itl_ms", gap, "above 0")
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
         _require(
             seqs is None or tokens is None or seqs <= tokens,

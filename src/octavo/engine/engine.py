@@ -51,6 +51,8 @@ class Engine:
                 enable_prefix_caching=config.enable_prefix_caching,
                 policy=config.scheduling_policy,
                 max_prefill_tokens_with_decodes=limits.max_prefill_tokens_with_decodes,
+                target_itl_ms=config.target_itl_ms,
+                prefill_cap_range=limits.prefill_cap_range,
                 max_steps_in_flight=limits.max_steps_in_flight,
             ),
             loaded.groups,
@@ -153,7 +155,9 @@ class Engine:
         except Exception as error:
             return self._fail(step, error)
         now = time.perf_counter()
-        self._count(step, now - max(begin, self._last_collected))
+        seconds = now - max(begin, self._last_collected)
+        self._count(step, seconds)
+        self._scheduler.observe(step, seconds)
         self._last_collected = now
         outputs = []
         if result.failed or result.prompt_logprobs:

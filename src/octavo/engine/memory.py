@@ -16,7 +16,7 @@ CPU_MAX_NUM_BATCHED_TOKENS = 2048
 CPU_SERVING_PREFILL = 64  # with 128 a gap of 58 ms was the 99th percentile (2 cores, 135M parameters)
 GPU_MAX_NUM_SEQS = 256
 GPU_MAX_NUM_BATCHED_TOKENS = 16384
-GPU_SERVING_PREFILL = 2048  # a step of 33 TFLOP for 8B parameters
+GPU_SERVING_PREFILL_RANGE = (512, 2048)  # by the backlog: core/prefill_cap.py has the arithmetic
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class StepLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_prefill_tokens_with_decodes: int | None
+    prefill_cap_range: tuple[int, int] | None
     max_steps_in_flight: int
     on_gpu: bool
     uses_device_state: bool
@@ -96,13 +97,14 @@ def step_limits(config: EngineConfig, device: torch.device, is_serving: bool = F
     if seqs is None:
         seqs = min(default_seqs, tokens or default_seqs)
     prefill = config.max_prefill_tokens_with_decodes
-    if prefill is None and is_serving:
-        prefill = GPU_SERVING_PREFILL if on_gpu else CPU_SERVING_PREFILL
+    if prefill is None and config.target_itl_ms is None and is_serving and not on_gpu:
+        prefill = CPU_SERVING_PREFILL
     is_async = on_gpu if config.async_scheduling is None else config.async_scheduling
     return StepLimits(
         max_num_seqs=seqs,
         max_num_batched_tokens=max(default_tokens, seqs) if tokens is None else tokens,
         max_prefill_tokens_with_decodes=prefill,
+        prefill_cap_range=GPU_SERVING_PREFILL_RANGE if is_serving and on_gpu else None,
         max_steps_in_flight=2 if is_async else 1,
         on_gpu=on_gpu,
         uses_device_state=on_gpu or is_async,
