@@ -52,7 +52,7 @@ class SamplingRow:
             or p.presence_penalty
             or p.frequency_penalty
             or p.repetition_penalty != 1.0
-            or self.num_output_tokens < p.min_tokens
+            or (self.stop_token_ids and self.num_output_tokens < p.min_tokens)
         )
 
 
@@ -162,7 +162,12 @@ def apply_penalties(logits: Tensor, row: SamplingRow) -> None:
 
 def draw(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
     """One token for each row of logits [R, V] as its request asks, None where no distribution is left (a NaN)."""
-    tokens = ops.sample_tokens(logits, *sampling_tensors(rows, logits.device)).tolist()
+    if all(
+        row.is_greedy for row in rows
+    ):  # the parameters would cost more than the rest on a CPU
+        tokens = ops.argmax(logits).tolist()
+    else:
+        tokens = ops.sample_tokens(logits, *sampling_tensors(rows, logits.device)).tolist()
     return [None if token < 0 else token for token in tokens]
 
 

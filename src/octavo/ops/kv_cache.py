@@ -99,6 +99,9 @@ class KVCache:
             slots = slots.clamp(min=0)
             old_k, old_v = self._at(slots)
             k, v = torch.where(is_real, k, old_k.to(k.dtype)), torch.where(is_real, v, old_v.to(v.dtype))
+        elif bool((slots < 0).any()):
+            is_real = slots >= 0
+            slots, k, v = slots[is_real], k[is_real], v[is_real]
         block, offset = slots // self.block_size, slots % self.block_size
         if self.interleaved:
             self.k[block, :, :, offset] = k.unflatten(2, (-1, 2)).to(self.dtype)
