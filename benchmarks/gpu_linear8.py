@@ -32,7 +32,7 @@ KINDS = {"w8a8": "int8", "fp8": "fp8"}
 IN_GRAPH = 256  # from here down, a graph over several copies of the weight
 CACHE_BYTES = 240 << 20
 PROCESSES = 14
-LIMIT = 3e-3  # rounding to bfloat16 makes 1.7e-3
+LIMITS = {"w8a8": 3e-3, "fp8": 1e-2}  # rounding to bfloat16 makes 1.7e-3, short sums of FP8 products some more
 
 
 def candidates(n: int, k: int, m: int) -> list[Tile]:
@@ -182,7 +182,7 @@ def measure(kind: str, name: str, deadline: float) -> list[dict[str, object]]:
     case = Case(kind, n, k)
     entries = []
     for m in ROWS:
-        best: tuple[float, Tile] | None = None
+        best: tuple[float, Tile, float] | None = None
         tiles = candidates(n, k, m)
         for tile in tiles if time.monotonic() < deadline else tiles[:1]:
             try:
@@ -190,19 +190,19 @@ def measure(kind: str, name: str, deadline: float) -> list[dict[str, object]]:
             except Exception as failure:  # a tile that does not compile here: said, and the others are timed
                 print(f"  {kind} {name} {m} {tuple(tile)}: {type(failure).__name__}: {str(failure)[:120]}")
                 continue
-            if not error < LIMIT:
+            if not error < LIMITS[kind]:
                 print(f"  WRONG {kind} {name} {m} {tuple(tile)}: relative error {error:.2e}")
                 continue
             spent = case.time(m, tile)
             if best is None or spent < best[0]:
-                best = (spent, tile)
+                best = (spent, tile, error)
         if best is None:
             continue
-        spent, tile = best
+        spent, tile, error = best
         rate = f"{n * k / spent / 1e6:5.2f} TB/s" if m <= 64 else f"{2 * m * n * k / spent / 1e6:5.0f} TOP/s"
         print(
             f"{kind:5} {name:8} {m:5} {spent:8.1f} us {rate}  torch {case.time_torch(m):8.1f} us  "
-            f"bf16 {case.time_bf16(m):8.1f} us  {tuple(tile)}",
+            f"bf16 {case.time_bf16(m):8.1f} us  {tuple(tile)}  error {error:.1e}",
             flush=True,
         )
         if m > 1:

@@ -138,7 +138,9 @@ def quantize_rows(x: Tensor, kind: str = "int8") -> tuple[Tensor, Tensor]:
     rounded to float8_e4m3fn to nearest, ties to even. The quotients are those of float32.
     """
     x = x.float()
-    scale = (x.abs().amax(dim=-1, keepdim=True) / LARGEST_CODE[kind]).clamp(min=torch.finfo(torch.float32).tiny)
+    largest = x.abs().amax(dim=-1, keepdim=True)
+    # Torch multiplies by the reciprocal where the divisor is a number on a GPU, which is not the same quotient.
+    scale = (largest / torch.full_like(largest, LARGEST_CODE[kind])).clamp(min=torch.finfo(torch.float32).tiny)
     if kind == "fp8":
         return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
     return torch.round(x / scale).clamp(-128, 127).to(torch.int8), scale

@@ -12,7 +12,7 @@ from octavo.ops.triton import elementwise, quantize
 
 pytestmark = pytest.mark.usefixtures("exact_casts")
 
-WIDTHS = (64, 576, 1000)
+WIDTHS = (64, 576, 1000, 4096, 14336) if torch.cuda.is_available() else (64, 576, 1000)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KINDS = ("int8", "fp8")
 

@@ -158,8 +158,8 @@ def linear_8bit(
 ) -> Tensor:
     """The product of codes [M, K] and weight [N, K], both int8 or both float8_e4m3fn and contiguous: [M, N].
 
-    scale: float32 [M, 1]. weight_scale: float32 [N]. residual [M, N], contiguous: gets the rounded product added, and
-    is returned. tile: sizes other than those of the table, for benchmarks.
+    scale: float32 [M, 1]. weight_scale: float32 [N]. residual [M, N] of out_dtype, contiguous: gets the rounded product
+    added, and is returned. tile: sizes other than those of the table, for benchmarks.
     """
     rows, k = codes.shape
     n = weight.shape[0]
@@ -167,6 +167,7 @@ def linear_8bit(
     if tile is None:
         tile = tile_8bit(kind, n, k, rows)
     out = torch.empty((rows, n), dtype=out_dtype, device=codes.device) if residual is None else residual
+    assert out.dtype is out_dtype and out.is_contiguous()
     if rows > 0:
         launch = _launch_many if tile.split == 0 else _launch_few
         launch(codes, scale, weight, weight_scale, bias, residual, out, tile)
