@@ -23,7 +23,6 @@ LOG2E = 1.4426950408889634
 NO_WINDOW = 2**31 - 1
 _FLOOR = tl.constexpr(-1e30)  # the running maximum before any score; finite, so that no difference is inf - inf
 _PROGRAMS_PER_MULTIPROCESSOR = 4  # as many fit at once, and a part that ends early leaves its place to another
-_FIXED_PARTS = 16  # parts of the longest context where cuts follow positions only
 
 
 @triton.jit
@@ -201,7 +200,7 @@ def decode(
     sinks: Tensor | None = None,
     *,
     num_splits: int | None = None,
-    fixed_parts: bool = False,
+    part_keys: int | None = None,
     block_n: int | None = None,
     num_warps: int = 4,
     num_stages: int = 3,
@@ -209,9 +208,10 @@ def decode(
     """Write rows 0..num_requests - 1 of `out` [T, Hq * D]: request s has row s of q [T, Hq, D], contiguous heads.
 
     A request whose `seq_lens` is 0 pads the batch: zeros. By default the cuts depend on the number of requests, and so
-    do the last bits of the result. `fixed_parts` cuts by position instead, at multiples of a length that follows from
-    the width of the block table alone: a request's parts and the order of their merge are then the same in any batch,
-    and so is every bit, as long as the engine keeps the table's width (its longest context) and the tile constant.
+    do the last bits of the result. `part_keys`, a multiple of the tile, cuts at its multiples instead. Then a request's
+    parts and the order of their merge follow from its length alone, and every bit of it is the same in any batch and
+    for any `num_splits` (how many programs share the parts). Partial sums take num_requests * Hq * D floats for each
+    part that the block table has room for, so an engine would pass max_model_len / 16 or so.
     """
     heads, head_dim = q.shape[1], q.shape[2]
     kv_heads = cache.num_kv_heads
@@ -224,8 +224,10 @@ def decode(
     max_tiles = -(-meta.block_table.shape[1] * cache.block_size // block_n)
     num_splits = min(num_splits, max_tiles)
     part_tiles, max_parts = 0, num_splits
-    if fixed_parts:
-        part_tiles = -(-max_tiles // _FIXED_PARTS)
+    if part_keys is not None:
+        if part_keys % block_n:
+            raise ValueError(f"part_keys must be a multiple of the tile, {block_n} keys, not {part_keys}")
+        part_tiles = part_keys // block_n
         max_parts = -(-max_tiles // part_tiles)
         num_splits = min(num_splits, max_parts)
     pairs = num_requests * kv_heads

@@ -163,13 +163,17 @@ def prefill_kernel(
     tl.store(out + row * (HQ * D) + channel, (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=cell_mask)
 
 
-def tiles_for(head_dim: int, dtype: torch.dtype, num_rows: int) -> Tiles:
-    """The cut for rows of this kind; `num_rows` counts packed rows (tokens times the heads that share a key head)."""
+def tiles_for(head_dim: int, dtype: torch.dtype, fills_gpu: bool) -> Tiles:
+    """The cut for queries of this type; `fills_gpu`: there is a tile of 128 rows for every multiprocessor.
+
+    All keep within the registers (float32, three products each, nearly so). The page numbers of a tile are loaded one
+    stage ahead of its keys, so 5 stages are 2 tiles of keys under way.
+    """
     if dtype.itemsize > 2:
-        return Tiles(64, 32, 4, 2)
+        return Tiles(64, 32, 4, 2) if head_dim <= 128 else Tiles(32, 16, 4, 2)
     if head_dim > 128:
-        return Tiles(64, 64, 4, 2)
-    return Tiles(64, 64, 4, 3) if num_rows < 1024 else Tiles(128, 128 if head_dim > 64 else 64, 8, 2)
+        return Tiles(128, 32, 8, 3) if fills_gpu else Tiles(64, 32, 4, 3)
+    return Tiles(128, 64, 8, 5) if fills_gpu else Tiles(64, 64, 4, 3)
 
 
 def prefill(
@@ -193,7 +197,8 @@ def prefill(
     heads, head_dim = q.shape[1], q.shape[2]
     group = heads // cache.num_kv_heads
     if tiles is None:
-        tiles = tiles_for(head_dim, q.dtype, num_rows * group)
+        fills_gpu = num_rows * heads >= 128 * runtime.num_multiprocessors(q.device)
+        tiles = tiles_for(head_dim, q.dtype, fills_gpu)
     block_m = max(tiles.block_m, triton.next_power_of_2(group))
     num_tiles = num_rows // (block_m // group) + num_requests
     factor, cap = score_factors(scale, softcap)
@@ -201,9 +206,9 @@ def prefill(
     prefill_kernel[(num_tiles, cache.num_kv_heads)](
         q, cache.k, cache.v, meta.block_table, meta.query_start, meta.seq_lens, q if sinks is None else sinks, out,
         first_request, num_requests, factor, cap, NO_WINDOW if window is None else window,
-        q.stride(0), meta.block_table.stride(0), cache.k.stride(0),
-        cache.k.stride(1), HQ=heads, GROUP=group, D=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_SIZE=cache.block_size, HAS_WINDOW=window is not None,
-        HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None, PRECISION=precision(q.dtype), PDL=pdl,
-        launch_pdl=pdl, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        q.stride(0), meta.block_table.stride(0), cache.k.stride(0), cache.k.stride(1), HQ=heads, GROUP=group,
+        D=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=block_m, BLOCK_N=tiles.block_n,
+        BLOCK_SIZE=cache.block_size, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
+        HAS_SINKS=sinks is not None, PRECISION=precision(q.dtype), PDL=pdl, launch_pdl=pdl,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
