@@ -46,13 +46,21 @@ def _prefetch(w, row, first, K: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _finish(total, scale, w_scale, bias, residual, out, m, n, M, N):
-    """Scale, bias, rounding and residual of a block of sums [rows, columns]."""
-    inside = (m < M)[:, None] & (n < N)[None, :]
-    y = total.to(tl.float32) * tl.load(scale + m, mask=m < M, other=0)[:, None]
-    y *= tl.load(w_scale + n, mask=n < N, other=0)[None, :]
+def _column_factors(w_scale, bias, n, N):
+    """The scales of the rows of W, and the bias or zeros, in float32."""
+    factor = tl.load(w_scale + n, mask=n < N, other=0)
+    shift = tl.zeros_like(factor)
     if bias is not None:
-        y += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)[None, :]
+        shift = tl.load(bias + n, mask=n < N, other=0).to(tl.float32)
+    return factor, shift
+
+
+@triton.jit
+def _finish(total, factor, w_factor, shift, residual, out, m, n, M, N):
+    """Scale, bias, rounding and residual of a block of sums [rows, columns]."""
+    y = total.to(tl.float32) * factor[:, None]
+    y = y * w_factor[None, :] + shift[None, :]
+    inside = (m < M)[:, None] & (n < N)[None, :]
     place = m.to(tl.int64)[:, None] * N + n[None, :]
     y = y.to(out.dtype.element_ty)
     if residual is not None:
@@ -73,10 +81,12 @@ def few_rows_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, N - 1)
     first = tl.program_id(1) * (TILES * BLOCK_K)
+    w_factor, shift = _column_factors(w_scale, bias, n, N)  # so early that nobody waits for them at the end
     if PDL:
         _prefetch(w, row, first, K, min(PREFETCH, TILES * BLOCK_K))
         gdc_wait()
         gdc_launch_dependents()
+    factor = tl.load(scale + m, mask=m < M, other=0)
     w_row = w + row.to(tl.int64)[:, None] * K
     x_row = codes + tl.minimum(m, M - 1).to(tl.int64)[None, :] * K
     total = tl.zeros([BLOCK_N, BLOCK_M], SUM)
@@ -90,7 +100,7 @@ def few_rows_kernel(
             x = tl.load(x_row + k[:, None], mask=(k < K)[:, None], other=0.0)
         total = tl.dot(weight, x, total, out_dtype=SUM)
     if SPLIT == 1:
-        _finish(tl.trans(total), scale, w_scale, bias, residual, out, m, n, M, N)
+        _finish(tl.trans(total), factor, w_factor, shift, residual, out, m, n, M, N)
     else:
         SIZE: tl.constexpr = BLOCK_N * BLOCK_M
         column = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
@@ -106,7 +116,7 @@ def few_rows_kernel(
             whole = tl.zeros([BLOCK_M, BLOCK_N], SUM)
             for part in range(SPLIT):
                 whole += tl.load(area + part * SIZE + here, mask=inside, other=0, cache_modifier=".cg")
-            _finish(whole, scale, w_scale, bias, residual, out, m, n, M, N)
+            _finish(whole, factor, w_factor, shift, residual, out, m, n, M, N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -136,14 +146,19 @@ def many_rows_kernel(
             weight = w.load([first_n, i * BLOCK_K])
             total = tl.dot(x, weight.T, total, out_dtype=SUM)
         m = first_m + tl.arange(0, BLOCK_M)
+        factor = tl.load(scale + m, mask=m < M, other=0)
         if PARTS == 1:
-            _finish(total, scale, w_scale, bias, residual, out, m, first_n + tl.arange(0, BLOCK_N), M, N)
+            n = first_n + tl.arange(0, BLOCK_N)
+            w_factor, shift = _column_factors(w_scale, bias, n, N)
+            _finish(total, factor, w_factor, shift, residual, out, m, n, M, N)
         else:
             HALF: tl.constexpr = BLOCK_N // 2
             left, right = tl.split(tl.permute(tl.reshape(total, [BLOCK_M, 2, HALF]), [0, 2, 1]))
             n = first_n + tl.arange(0, HALF)
-            _finish(left, scale, w_scale, bias, residual, out, m, n, M, N)
-            _finish(right, scale, w_scale, bias, residual, out, m, n + HALF, M, N)
+            w_factor, shift = _column_factors(w_scale, bias, n, N)
+            _finish(left, factor, w_factor, shift, residual, out, m, n, M, N)
+            w_factor, shift = _column_factors(w_scale, bias, n + HALF, N)
+            _finish(right, factor, w_factor, shift, residual, out, m, n + HALF, M, N)
 
 
 def linear_8bit(
