@@ -130,7 +130,7 @@ def _write(
     tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def few_rows_kernel(
     x, w, scale, offset, norm, bias, residual, out, partial, counters, M, N, eps,
     K: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, GATE: tl.constexpr,
