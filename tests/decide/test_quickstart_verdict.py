@@ -6,6 +6,7 @@ import pytest
 
 from octavo.decide.config import QuickstartConfig
 from octavo.decide.kv_memory import KVMemory, kv_memory_at_peak
+from octavo.decide.narrator import Narrator
 from octavo.decide.prefix_trial import Round
 from octavo.decide.verdict import Verdict, advise, check_load, check_perplexity, check_size
 from octavo.errors import OctavoError, UserError
@@ -93,3 +94,10 @@ def test_hit_rate_is_of_this_round_alone():
 def test_settings_are_checked(field, value):
     with pytest.raises(UserError, match=field):
         QuickstartConfig(**{field: value})
+
+
+@pytest.mark.parametrize(("after", "lead"), [(40, "go on with: "), (100, "to find what would hold: ")])
+def test_the_last_line_does_not_deploy_what_the_verdict_refused(after, lead, tmp_path, capsys):
+    verdict = Verdict((check_size(100, after),))
+    Narrator(num_stages=1).verdict(verdict, tmp_path / "report.html", 1.0, "octavo serve model")
+    assert capsys.readouterr().out.splitlines()[-1] == f"{lead}octavo serve model"

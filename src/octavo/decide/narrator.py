@@ -51,7 +51,7 @@ class Narrator:
         size, summary = compression.size, compression.summary
         before, after = (units.size(size[when]["bytes"]) for when in ("before", "after"))
         self.say(f"{before} before, {after} after, in {summary['seconds']:.1f} s")
-        for line in [*size["explanation"], size["note"]]:
+        for line in [size["note"], *size["explanation"]]:
             if line:
                 self.say(line)
         worst = summary["worst_layer"]
@@ -93,7 +93,8 @@ class Narrator:
         for line in verdict.advice:
             self.say(line)
         self._console.print(f"\nreport: {page} ({seconds:.0f} s in all)", markup=False, soft_wrap=True)
-        self._console.print(f"go on with: {next_command}", markup=False, soft_wrap=True)
+        lead = "go on with" if verdict.is_deploy else "to find what would hold"
+        self._console.print(f"{lead}: {next_command}", markup=False, soft_wrap=True)
 
 
 def _ms(value: float | None) -> str:
