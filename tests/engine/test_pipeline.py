@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from pathlib import Path
 
 import pytest
@@ -233,3 +234,49 @@ def test_fp8_pages_are_refused_without_a_gpu(tiny_llama: Path) -> None:
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match="'fp8', which needs a GPU"):
         LLM(str(tiny_llama), kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_traffic_answers_as_one_step_at_a_time_does(tiny_llama: Path, plain: LLM, seed: int) -> None:
+    """Shared prefixes, preemptions, aborts, stop tokens and draws, with more requests than rows."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(3, 250) for _ in range(48)]
+    prompts, params = [], []
+    for i in range(24):
+        own = [rng.randrange(3, 250) for _ in range(rng.randrange(1, 60))]
+        prompts.append(shared[: rng.choice([0, 16, 40, 48])] + own)
+        sampling = rng.choice(
+            [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}, {"temperature": 1.2, "top_k": 9}]
+        )
+        stops = [rng.randrange(3, 250) for _ in range(6)] if rng.random() < 0.5 else None
+        length = rng.randrange(1, 80)
+        params.append(SamplingParams(**sampling, max_tokens=length, seed=i, stop_token_ids=stops, ignore_eos=True))
+    expected = [answer[0] for answer in tokens(plain, params, prompts)]
+    engine = Engine(
+        EngineConfig(
+            model=str(tiny_llama),
+            dtype="float32",
+            async_scheduling=True,
+            max_num_seqs=5,
+            max_num_batched_tokens=40,
+            kv_cache_memory_bytes=17 * 16 * 512,
+            max_model_len=200,
+        )
+    )
+    found: dict[str, list[int]] = {str(i): [] for i in range(24)}
+    waiting, aborted = list(range(24)), set()
+    while waiting or engine.has_work:
+        while waiting and rng.random() < 0.7:
+            i = waiting.pop(0)
+            engine.add(EngineRequest(str(i), prompts[i], params[i]))
+        for output in engine.step():
+            assert output.error is None
+            found[output.request_id] += output.token_ids
+        if rng.random() < 0.03 and engine._requests:
+            name = rng.choice(sorted(engine._requests))
+            engine.abort(name)
+            aborted.add(name)
+    assert engine.stats().preemptions > 0
+    for name, tokens_of in found.items():
+        wanted = expected[int(name)]
+        assert tokens_of == (wanted[: len(tokens_of)] if name in aborted else wanted)

@@ -14,6 +14,7 @@ CPU_KV_CACHE_BYTES = 4 * 2**30  # the most that is taken on a CPU without being 
 CPU_MAX_NUM_SEQS = 64
 CPU_MAX_NUM_BATCHED_TOKENS = 2048
 CPU_SERVING_PREFILL = 64  # with 128 a gap of 58 ms was the 99th percentile (2 cores, 135M parameters)
+GPU_MAX_NUM_BLOCKS = 2**19  # a tiny model would get millions of blocks, each of them an object on the host
 GPU_MAX_NUM_SEQS = 256
 GPU_MAX_NUM_BATCHED_TOKENS = 16384
 GPU_SERVING_PREFILL_RANGE = (512, 2048)  # by the backlog: core/prefill_cap.py has the arithmetic
@@ -61,7 +62,9 @@ def plan_kv_cache(
     budget = config.kv_cache_memory_bytes
     if budget is None:
         budget = max(0, free_bytes)
-        if not limits.on_gpu:
+        if limits.on_gpu:
+            budget = min(budget, GPU_MAX_NUM_BLOCKS * block_bytes)
+        else:
             full = limits.max_num_seqs * blocks_of(groups, config, length, limits) + 1
             budget = min(budget, CPU_KV_CACHE_BYTES, full * block_bytes)
     num_blocks = budget // block_bytes

@@ -59,7 +59,7 @@ class StepTensors:
 
 def write_state(state: RequestState, places: Tensor, values: Tensor) -> None:
     """Set `state.flat[places] = values`; both int32 [U], places without repeats."""
-    state.flat.index_put_((places,), values)
+    _WRITE_STATE(places, values, state)
 
 
 def prepare_inputs(
@@ -92,6 +92,10 @@ def sampling_inputs(state: RequestState, rows: Tensor, ends: Tensor) -> tuple[Te
 def keep_tokens(state: RequestState, rows: Tensor, sampled: Tensor, out: Tensor) -> None:
     """Make `sampled` int64 [R] the newest tokens of `rows` int32 [R], and copy them to `out` int64 [R]."""
     _KEEP_TOKENS(rows, sampled, state, out)
+
+
+def _write_state(places: Tensor, values: Tensor, state: RequestState) -> None:
+    state.flat.index_put_((places,), values)
 
 
 def _prepare_inputs(
@@ -137,6 +141,7 @@ def _operation(name: str, reference: object) -> Operation:
     return Operation(name, kernel, Candidate("torch", reference, note="the reference"))  # type: ignore[arg-type]
 
 
+_WRITE_STATE = _operation("write_state", _write_state)
 _PREPARE_INPUTS = _operation("prepare_inputs", _prepare_inputs)
 _SAMPLING_INPUTS = _operation("sampling_inputs", _sampling_inputs)
 _KEEP_TOKENS = _operation("keep_tokens", _keep_tokens)

@@ -53,6 +53,17 @@ def test_prepare_inputs(device: torch.device, counts: list[int]) -> None:
             assert torch.equal(found.block_tables[group][s, :used], wanted.block_tables[group][s, :used])
 
 
+@pytest.mark.parametrize("count", [1, 300])
+def test_write_state(device: torch.device, count: int) -> None:
+    state = random_state(device)
+    places = torch.randperm(len(state.flat))[:count].int().to(device)
+    values = torch.randint(-5, 1000, (count,), dtype=torch.int32).to(device)
+    expected = state.flat.clone()
+    expected[places.long()] = values
+    inputs.write_state(places, values, state)
+    assert torch.equal(state.flat, expected)
+
+
 @pytest.mark.parametrize("count", [1, 8])
 def test_sampling_inputs_and_tokens(device: torch.device, count: int) -> None:
     state = random_state(device)

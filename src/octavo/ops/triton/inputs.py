@@ -16,6 +16,19 @@ PART = 1024  # tokens, and table entries, of one request that a program lays out
 ROWS = 128  # rows a program of the sampling kernels
 
 
+@triton.jit(do_not_specialize=["U"])
+def _write_state(places, values, flat, U, PART: tl.constexpr):
+    u = tl.program_id(0) * PART + tl.arange(0, PART)
+    mask = u < U
+    tl.store(flat + tl.load(places + u, mask, 0), tl.load(values + u, mask, 0), mask)
+
+
+def write_state(places: Tensor, values: Tensor, state: RequestState) -> None:
+    """As `octavo.ops.write_state`."""
+    count = len(places)
+    _write_state[(triton.cdiv(count, PART),)](places, values, state.flat, count, PART=PART)
+
+
 @triton.jit(do_not_specialize=["num_blocks", "table_stride", "block_table_stride"])
 def _prepare_inputs(
     rows,
