@@ -11,6 +11,7 @@ host where the gap is more than a few microseconds. "host" is the time of Engine
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import time
 from collections import defaultdict
@@ -181,6 +182,7 @@ def settings_of(pairs: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     args = parse()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     print(f"START import {time.perf_counter() - BEGIN:.2f} s", flush=True)
     settings = {"load_format": "dummy", "skip_tokenizer_init": True} | settings_of(args.set)
     engine = Engine(EngineConfig(model=args.config, **settings))

@@ -12,7 +12,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,12 +64,12 @@ class DecodeGraphs:
             try:
                 with _waiting_is_an_error():
                     self._warm_up(size)
+                self._graphs[size] = self._capture(size)
             except Exception as error:  # whatever a model's own code raises where it may not wait
                 self._graphs.clear()
                 self.failure = f"{type(error).__name__}: {error}"
                 logger.warning("decode steps run without CUDA graphs, since the model cannot be captured: %s", error)
                 break
-            self._graphs[size] = self._capture(size)
         self._sizes = sorted(self._graphs)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what warming up took
@@ -125,8 +125,11 @@ class DecodeGraphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 yield graph
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # says only that the first error has made the capture invalid
+                    graph.capture_end()
+                raise
+            graph.capture_end()
 
 
 @contextmanager
