@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -17,10 +18,12 @@ from octavo.errors import UserError
 from octavo.server import protocol, refused
 from octavo.server.config import ServerConfig
 from octavo.server.errors import ApiError, as_api_error
+from octavo.server.histogram import PlainHistogram
 from octavo.server.limits import Admission, ServerFullError
 from octavo.server.logprobs import LogprobFormatter
 from octavo.server.params import ParamsBuilder
 from octavo.server.parse import parse_request
+from octavo.server.replies import EventTemplate, event
 from octavo.server.templates import ChatRenderer
 from octavo.server.tokens import TextCodec
 
@@ -201,3 +204,25 @@ def test_any_bytes_are_a_request_or_an_error_of_the_client(body: bytes) -> None:
     except ApiError as error:
         status = error.status
     assert status in (200, 400)
+
+
+@given(st.text(), st.text())
+def test_a_template_writes_what_encoding_the_whole_would(model: str, text: str) -> None:
+    def chunk(text: str) -> dict[str, Any]:
+        return {"model": model, "choices": [{"index": 0, "text": text, "logprobs": None}]}
+
+    assert EventTemplate(chunk).event(text) == event(chunk(text))
+
+
+@given(st.lists(st.floats(0, 10) | st.sampled_from([0.5, 1, 2.5]), max_size=20))
+def test_the_histogram_says_what_prometheus_own_says(values: list[float]) -> None:
+    bounds, labels = (0.5, 1, 2.5, 5), {"model_name": "m", "engine": "0"}
+    ours, registry = PlainHistogram("x", "text", bounds, tuple(labels), tuple(labels.values())), CollectorRegistry()
+    theirs = Histogram("x", "text", tuple(labels), buckets=bounds, registry=registry).labels(*labels.values())
+    for value in values:
+        ours.observe(value)
+        theirs.observe(value)
+    (found,), (expected,) = list(ours.collect()), list(registry.collect())
+    assert (found.name, found.documentation, found.type) == (expected.name, expected.documentation, expected.type)
+    samples = {(s.name, tuple(sorted(s.labels.items()))): s.value for s in expected.samples if "_created" not in s.name}
+    assert {(s.name, tuple(sorted(s.labels.items()))): s.value for s in found.samples} == pytest.approx(samples)

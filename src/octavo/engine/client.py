@@ -170,14 +170,14 @@ class EngineClient:
             if message.stats is not None:
                 self._stats = message.stats
                 self._slowest_step = max(0.99 * self._slowest_step, message.stats.last_step_s)
+            for output in message.outputs:  # before the plain ones, since first tokens are among them
+                queue = self._queues.get(output.request_id)
+                if queue is not None:
+                    queue.put(output)
             for name, token in zip(message.names, message.tokens, strict=True):
                 queue = self._queues.get(name)
                 if queue is not None:
                     queue.put(EngineOutput(name, [token]))
-            for output in message.outputs:
-                queue = self._queues.get(output.request_id)
-                if queue is not None:
-                    queue.put(output)
 
     async def _watch(self) -> None:
         while self._process.poll() is None:

@@ -55,7 +55,9 @@ def outputs_message(outputs: list[EngineOutput], stats: EngineStats | None) -> F
         if (
             len(output.token_ids) == 1
             and output.finish_reason is None
+            and output.stop_reason is None
             and output.queue_s is None
+            and output.prefill_s is None
             and output.logprobs is None
             and output.prompt_logprobs is None
         ):

@@ -36,6 +36,7 @@ LOG_INTERVAL_SECONDS = 10.0
 WATCH_INTERVAL_SECONDS = 0.25
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they are the ones who close
 BACKLOG = 2048
+GC_THRESHOLD = 20_000  # Python's own of 700 is reached with every step of a few hundred streams
 TERMINATED = 128 + signal.SIGTERM  # the exit status of a process that SIGTERM ended, by the shells' convention
 
 
@@ -71,7 +72,7 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, listener: so
         except OSError as error:
             raise cannot_listen(config, error) from error
         _announce(state, config, listener)
-        gc.collect()
+        gc.set_threshold(GC_THRESHOLD)
         gc.freeze()  # libraries and tokenizer stay: looking through them would take each full collection 0.25 s
         server = WebServer(_uvicorn_config(build_app(state), config))
         watchers = [asyncio.create_task(_watch_engine(client, server, config.engine_death_timeout))]
