@@ -32,7 +32,7 @@ GPU = torch.device("cuda")
 KV_HEADS, HEAD = 8, 128
 SHAPES = {"8B": 32, "0.6B": 16}  # query heads
 # keys a tile, stages, programs a multiprocessor
-DECODE_VARIANTS = ((64, 3, 4), (64, 5, 4), (64, 3, 2), (128, 3, 4))
+DECODE_VARIANTS = ((64, 5, 4), (64, 3, 4), (64, 5, 2), (128, 3, 4))
 PREFILL_VARIANTS = (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 5), Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 3))
 
 

@@ -55,11 +55,14 @@ def scores_base2(q, k, scale, softcap, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.
 
 @triton.jit
 def _attend_part(
-    q, k_head, v_head, table, first, last, low, length, row_max, row_sum, acc, scale, softcap, stride_block,
+    q, k_head, v_head, table, first, last, low, length, row_max, sums, acc, scale, softcap, stride_block,
     HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys first <= j < last (multiples of BLOCK_N) that lie in low <= j < length."""
+    """Online softmax over the keys first <= j < last (multiples of BLOCK_N) that lie in low <= j < length.
+
+    `sums` [M, BLOCK_N] is added up by the caller: warps share a row here, so a sum in every turn would make them wait.
+    """
     d = tl.arange(0, BLOCK_D)
     for start in range(first, last, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
@@ -72,11 +75,11 @@ def _attend_part(
         new_max = tl.maximum(row_max, tl.max(s, axis=1))
         p = tl.exp2(s - new_max[:, None])
         shrink = tl.exp2(row_max - new_max)
-        row_sum = row_sum * shrink + tl.sum(p, axis=1)
+        sums = sums * shrink[:, None] + p
         row_max = new_max
         v = tl.load(v_head + rows[:, None] + d[None], mask=mask, other=0.0).to(q.dtype)
         acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-    return row_max, row_sum, acc
+    return row_max, sums, acc
 
 
 @triton.jit
@@ -146,18 +149,20 @@ def decode_kernel(
         part_stats += pair.to(tl.int64) * max_parts * (GROUP * 2)
         for part in range(split, num_parts, num_splits):
             row_max = tl.full((BLOCK_M,), _FLOOR, tl.float32)
-            row_sum = tl.zeros((BLOCK_M,), tl.float32)
+            sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             if HAS_SINKS:  # noqa: SIM102 - one is known to the compiler, the other to the device
                 if part == 0:  # a score without a value: weight 1 at its own maximum
                     sink = tl.load(sinks + head * GROUP + m, mask=m < GROUP, other=0.0).to(tl.float32)
-                    row_max, row_sum = sink * 1.4426950408889634, row_sum + 1.0
+                    row_max = sink * 1.4426950408889634
+                    sums += tl.where(tl.arange(0, BLOCK_N) == 0, 1.0, 0.0)[None]
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             first = tl.maximum(base + part * tiles, first_tile)
             last = tl.minimum(base + (part + 1) * tiles, end_tile)
-            row_max, row_sum, acc = _attend_part(
-                query, k_head, v_head, table, first * BLOCK_N, last * BLOCK_N, low, length, row_max, row_sum, acc,
-                scale, softcap, stride_block, HAS_SOFTCAP, PRECISION, D, BLOCK_D, BLOCK_N, BLOCK_SIZE,
+            row_max, sums, acc = _attend_part(
+                query, k_head, v_head, table, first * BLOCK_N, last * BLOCK_N, low, length, row_max, sums, acc, scale,
+                softcap, stride_block, HAS_SOFTCAP, PRECISION, D, BLOCK_D, BLOCK_N, BLOCK_SIZE,
             )  # fmt: skip
+            row_sum = tl.sum(sums, axis=1)
             if num_parts == 1:
                 tl.store(out_head + cell, (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=in_tile)
             else:
@@ -183,9 +188,10 @@ def _arrivals(device: torch.device, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-def tile_keys(head_dim: int, dtype: torch.dtype) -> int:
-    """Keys a tile: 16 KiB of keys in bfloat16 at a head of 128, so that three programs share a multiprocessor."""
-    return 64 if head_dim <= 128 and dtype.itemsize <= 2 else 32
+def tile_keys(head_dim: int, q_dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
+    """Keys a tile: 16 KiB of them, so that three programs share a multiprocessor with two tiles under way each."""
+    bytes_a_channel = q_dtype.itemsize if q_dtype.itemsize > 2 else cache_dtype.itemsize
+    return max(16, min(128, 16384 // (triton.next_power_of_2(head_dim) * bytes_a_channel)))
 
 
 def decode(
@@ -203,7 +209,7 @@ def decode(
     part_keys: int | None = None,
     block_n: int | None = None,
     num_warps: int = 4,
-    num_stages: int = 3,
+    num_stages: int | None = None,
 ) -> None:
     """Write rows 0..num_requests - 1 of `out` [T, Hq * D]: request s has row s of q [T, Hq, D], contiguous heads.
 
@@ -217,7 +223,9 @@ def decode(
     kv_heads = cache.num_kv_heads
     group = heads // kv_heads
     if block_n is None:
-        block_n = tile_keys(head_dim, q.dtype)
+        block_n = tile_keys(head_dim, q.dtype, cache.dtype)
+    if num_stages is None:  # page numbers come one stage ahead of keys, so 5 are 2 tiles under way, and 3 are one
+        num_stages = 5 if q.dtype.itemsize <= 2 and head_dim <= 128 and group <= 32 else 3
     if num_splits is None:
         wanted = _PROGRAMS_PER_MULTIPROCESSOR * runtime.num_multiprocessors(q.device)
         num_splits = max(1, wanted // (num_requests * kv_heads))
