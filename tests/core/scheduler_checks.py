@@ -120,6 +120,7 @@ class SchedulerChecks:
         assert set(queued).union(running) == set(unfinished)
         assert set(states.requests.values()) == set(unfinished)
         assert running == sorted(running, key=lambda r: r.sort_key)
+        assert states.waiting.num_prompt_tokens == sum(request.num_prompt_tokens for request in queued)
         in_flight: Counter[Request] = Counter()
         scheduled: Counter[Request] = Counter()
         pending: Counter[Request] = Counter()
