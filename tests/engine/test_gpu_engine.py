@@ -1,4 +1,4 @@
-"""The engine on a GPU: graphs bring eager's tokens, a launch waits for nothing, and a step costs a known few calls."""
+"""The engine on a GPU: a graph is bit by bit the calls in it, a launch waits for nothing, a step costs few calls."""
 
 from __future__ import annotations
 
@@ -82,14 +82,30 @@ def test_every_decode_size_was_captured(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_graphs_and_launching_ahead_do_not_change_tokens(engine: Engine, tmp_path: Path, temperature: float) -> None:
+def test_launching_ahead_does_not_change_tokens(engine: Engine, tmp_path: Path, temperature: float) -> None:
     params = [
         SamplingParams(temperature=temperature, top_p=0.95, seed=i, max_tokens=24, ignore_eos=True) for i in range(4)
     ]
     found = answers(engine, params)
-    eager = make(tmp_path, enforce_eager=True, async_scheduling=False)
-    assert found == answers(eager, params)
+    assert found == answers(make(tmp_path, async_scheduling=False), params)
     assert len({tuple(tokens) for tokens in found.values()}) == len(params)
+
+
+def test_a_graph_gives_the_bits_of_the_calls_in_it(decoding: Engine) -> None:
+    decoding.drain()
+    graphs = decoding._runner._graphs  # type: ignore[attr-defined]
+    with torch.inference_mode():  # the packed vector still holds the last step, of three requests
+        called = graphs._body(4)[:3].clone()
+        replayed = graphs.run_body(4)[:3].clone()
+    assert called.isfinite().all() and len(called.unique()) > 100
+    assert torch.equal(called, replayed)
+
+
+def test_without_graphs_the_answers_are_as_long(tmp_path: Path) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)] * 5
+    engine = make(tmp_path, enforce_eager=True)
+    assert engine._runner._graphs is None  # type: ignore[attr-defined]
+    assert [len(tokens) for tokens in answers(engine, params).values()] == [9] * 5
 
 
 def test_a_launch_waits_for_nothing(decoding: Engine) -> None:

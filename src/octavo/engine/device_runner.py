@@ -50,14 +50,15 @@ class DeviceRunner(Runner):
         self._with_logprobs: set[str] = set()
         self._graphs: DecodeGraphs | None = None
         if use_graphs:
-            self._graphs = DecodeGraphs(model, state, {True: self._greedy_head, False: self._sampling_head})
+            self._graphs = DecodeGraphs(model, state)
 
     @torch.inference_mode()
     def capture(self, sizes: list[int] | None = None) -> bool:
         """Capture the decode graphs of these batch sizes, or of all that get one; False if the model cannot be."""
         if self._graphs is None:
             return False
-        self._graphs.capture(graph_sizes(self._state.max_num_seqs) if sizes is None else sizes)
+        sizes = graph_sizes(self._state.max_num_seqs) if sizes is None else sizes
+        self._graphs.capture(sizes, {True: self._greedy_head, False: self._sampling_head})
         return self._graphs.failure is None
 
     def add(self, request: Request, row: SamplingRow) -> None:

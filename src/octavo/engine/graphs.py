@@ -44,27 +44,30 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """Captures and holds the graphs. `heads` maps "all rows are greedy" to what samples then.
+    """Captures and holds the graphs.
 
     `failure` says why nothing could be captured, if so; steps run without graphs then.
     """
 
-    def __init__(self, model: CausalLM, state: DeviceState, heads: dict[bool, Head]) -> None:
-        self._model, self._state, self._heads = model, state, heads
+    def __init__(self, model: CausalLM, state: DeviceState) -> None:
+        self._model, self._state = model, state
         self._graphs: dict[int, DecodeGraph] = {}
         self._sizes: list[int] = []
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # one for all: cuBLAS keeps a workspace for every stream that it sees
         self.failure: str | None = None
 
-    def capture(self, sizes: Sequence[int]) -> None:
-        """Capture these batch sizes. A model that waits for the device, or allocates by its data, cannot be."""
+    def capture(self, sizes: Sequence[int], heads: dict[bool, Head]) -> None:
+        """Capture these batch sizes; `heads` maps "all rows are greedy" to what samples then.
+
+        A model that waits for the device, or allocates by its data, cannot be captured.
+        """
         begin = time.perf_counter()
         for size in sorted(sizes, reverse=True):
             try:
                 with _waiting_is_an_error():
-                    self._warm_up(size)
-                self._graphs[size] = self._capture(size)
+                    self._warm_up(size, heads)
+                self._graphs[size] = self._capture(size, heads)
             except Exception as error:  # whatever a model's own code raises where it may not wait
                 self._graphs.clear()
                 self.failure = f"{type(error).__name__}: {error}"
@@ -90,14 +93,14 @@ class DecodeGraphs:
         """Sample from what `run_body` left."""
         self._graphs[size].heads[is_greedy].replay()
 
-    def _warm_up(self, size: int) -> None:
+    def _warm_up(self, size: int, heads: dict[bool, Head]) -> None:
         """Run everything once outside of a graph: kernels are compiled and loaded, and workspaces allocated."""
         self._state.send_padding(size)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             packed = self._state.decode_of(size)
             hidden = self._body(size)
-            for head in self._heads.values():
+            for head in heads.values():
                 head(hidden, packed.rows, self._state.tensors.seq_lens[:size])
         torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -106,16 +109,16 @@ class DecodeGraphs:
         width = self._state.tensors.block_tables[0].shape[1]
         return self._model(*self._state.prepare(packed, width))  # type: ignore[no-any-return]
 
-    def _capture(self, size: int) -> DecodeGraph:
+    def _capture(self, size: int, heads: dict[bool, Head]) -> DecodeGraph:
         packed = self._state.decode_of(size)
         lengths = self._state.tensors.seq_lens[:size]
         with self._recording() as body:
             hidden = self._body(size)
-        heads = {}
-        for kind, head in self._heads.items():
-            with self._recording() as heads[kind]:
+        captured = {}
+        for kind, head in heads.items():
+            with self._recording() as captured[kind]:
                 head(hidden, packed.rows, lengths)
-        return DecodeGraph(body, hidden, heads)
+        return DecodeGraph(body, hidden, captured)
 
     @contextmanager
     def _recording(self) -> Iterator[Any]:

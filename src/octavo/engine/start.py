@@ -72,9 +72,9 @@ def measure_step(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) 
         return StepMemory(0, False)
     bind_cache(loaded.model, loaded.groups, 1, config.block_size, loaded.kv_dtype, loaded.device)
     num_bytes = _measure_peak(loaded, config, limits)
+    before = _free_bytes(loaded.device)
     if config.enforce_eager:
         return StepMemory(num_bytes, False)
-    before = _free_bytes(loaded.device)
     length = config.max_model_len if isinstance(config.max_model_len, int) else loaded.model.max_position
     runner = _device_runner(loaded, config, limits, length, True)
     largest, *others = graph_sizes(limits.max_num_seqs)[::-1]
