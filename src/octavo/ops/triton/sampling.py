@@ -29,8 +29,9 @@ _GREEDY = tl.constexpr(definition.GREEDY_TEMPERATURE)
 _GOLDEN = tl.constexpr(definition.GOLDEN)
 _MIX_1 = tl.constexpr(definition.MIX_1)
 _MIX_2 = tl.constexpr(definition.MIX_2)
+_STAGES = tl.constexpr(3)  # tiles of a row under way at the same time
 _NAN_KEY = tl.constexpr(0x7FFFFFFF)
-_BY_VALUE = tl.constexpr(20)  # passes that halve the range of values; those after it halve the floats in between
+_BY_VALUE = tl.constexpr(20)  # passes that divide the range of values; those after it halve the floats in between
 
 
 @triton.jit
@@ -105,7 +106,7 @@ def _measure(row, size, middle, top, inverse, floor, TILE: tl.constexpr):
     mass = tl.zeros((TILE,), tl.int64)
     above = tl.full((TILE,), float("inf"), tl.float32)
     below = tl.full((TILE,), float("-inf"), tl.float32)
-    for start in range(0, size, TILE):
+    for start in tl.range(0, size, TILE, num_stages=_STAGES):
         index = start + tl.arange(0, TILE)
         x = tl.load(row + index, mask=index < size, other=float("-inf")).to(tl.float32)
         weight, alive = _weigh(x, top, inverse, floor)
@@ -123,11 +124,13 @@ def _search(row, size, low, high, count, by_mass, target, enough, top, inverse, 
 
     `count` is that of the tokens from low up; a bound holds when count (or weight, if by_mass) from it up >= target.
     """
+    # Few tokens are near the top: a search that may end early looks there first.
+    share = tl.where(enough > 0, 0.75, 0.5)
     passes = 0
     while (low < high) & (count > enough):
         low_key, high_key = _key(low).to(tl.int64), _key(high).to(tl.int64)
         between = _value(((low_key + high_key + 1) >> 1).to(tl.int32))
-        middle = tl.where(passes < _BY_VALUE, 0.5 * low + 0.5 * high, between)
+        middle = tl.where(passes < _BY_VALUE, (1.0 - share) * low + share * high, between)
         middle = tl.where((middle > low) & (middle <= high), middle, high)
         count_above, mass_above, above, below = _measure(row, size, middle, top, inverse, floor, TILE)
         holds = tl.where(by_mass, mass_above, count_above.to(tl.int64)) >= target
@@ -143,7 +146,7 @@ def _above(row, size, value, top, inverse, floor, TILE: tl.constexpr):
     """(count, weight) of the tokens above a logit, and the same of those equal to it."""
     count, equals = tl.zeros((TILE,), tl.int32), tl.zeros((TILE,), tl.int32)
     mass = tl.zeros((TILE,), tl.int64)
-    for start in range(0, size, TILE):
+    for start in tl.range(0, size, TILE, num_stages=_STAGES):
         index = start + tl.arange(0, TILE)
         x = tl.load(row + index, mask=index < size, other=float("-inf")).to(tl.float32)
         weight, alive = _weigh(x, top, inverse, floor)
@@ -159,7 +162,7 @@ def _set_aside(row, size, low, values, indices, top, inverse, floor, TILE: tl.co
     tl.store(values + tl.arange(0, CAPACITY), tl.full((CAPACITY,), float("-inf"), tl.float32))
     tl.debug_barrier()
     base = 0
-    for start in range(0, size, TILE):
+    for start in tl.range(0, size, TILE, num_stages=_STAGES):
         index = start + tl.arange(0, TILE)
         x = tl.load(row + index, mask=index < size, other=float("-inf")).to(tl.float32)
         _, alive = _weigh(x, top, inverse, floor)
@@ -181,7 +184,7 @@ def _pick(row, size, value, ties, total, uniform, top, inverse, floor, TILE: tl.
     chosen = tl.full((), 0, tl.int32)
     seen = 0
     running = total - total
-    for start in range(0, size, TILE):
+    for start in tl.range(0, size, TILE, num_stages=_STAGES):
         index = start + tl.arange(0, TILE)
         x = tl.load(row + index, mask=index < size, other=float("-inf")).to(tl.float32)
         weight, _ = _weigh(x, top, inverse, floor)
