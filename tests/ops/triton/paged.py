@@ -9,7 +9,7 @@ from octavo import ops
 from octavo.ops import reference
 
 # Triton's interpreter cuts bfloat16 off where a GPU rounds to the nearest, and cannot multiply matrices of it.
-TOLERANCE = 4e-3 if torch.cuda.is_available() else 1e-2
+TOLERANCE = 6e-3 if torch.cuda.is_available() else 1e-2
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 
 

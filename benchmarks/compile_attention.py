@@ -1,0 +1,141 @@
+"""Compiles the attention and rotary kernels for an H200 on a machine without one, and fails where registers spill.
+
+    python benchmarks/compile_attention.py
+
+One line a kernel and configuration: registers a thread, bytes spilled, shared memory, and how many instructions for
+matrix products (wgmma or mma) and asynchronous copies of 16 bytes there are. Seconds each; needs triton, no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from octavo.ops.triton import attention_cudnn, attention_decode, attention_prefill, rotary
+
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float8_e4m3fn: "*fp8e4nv"}
+INDICES = {"block_table", "query_start", "seq_lens", "arrived", "blocks"}
+FLOATS = {"scale", "softcap", "eps"}
+FLOAT_TENSORS = {"parts", "part_stats", "cos_sin", "past_lse", "chunk_lse"}
+UNALIGNED = {"stride_table", "blocks"}
+
+
+def signature(names: list[str], constants: dict[str, Any], pointers: set[str], q: str, cache: str) -> dict[str, str]:
+    """The type of each argument, by its name."""
+    types = {}
+    for name in names:
+        if name in constants:
+            types[name] = "constexpr"
+        elif name in FLOATS:
+            types[name] = "fp32"
+        elif name in FLOAT_TENSORS:
+            types[name] = "*fp32"
+        elif name in INDICES:
+            types[name] = "*i32"
+        elif name in ("positions", "slots"):
+            types[name] = "*i64"
+        elif name in ("k_cache", "v_cache"):
+            types[name] = cache
+        else:
+            types[name] = q if name in pointers else "i32"
+    return types
+
+
+def build(label: str, kernel: Any, constants: dict[str, Any], warps: int, stages: int, *dtypes: torch.dtype) -> int:
+    """Compile one kernel, print its line, and return the bytes it spills."""
+    q, cache = (TYPES[dtype] for dtype in (dtypes or (torch.bfloat16, torch.bfloat16)))
+    names = kernel.arg_names
+    pointers = {"q", "k", "v", "qkv", "q_norm", "k_norm", "q_out", "k_out", "v_out", "sinks", "out", "past", "chunk"}
+    types = signature(names, constants, pointers, q, cache)
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name not in UNALIGNED and (types[name].startswith("*") or re.match(r"stride|\w+_(head|row)$", name))
+    }
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
+    options = {"num_warps": warps, "num_stages": stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [str(PTXAS), "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spilled = (int(re.search(p, log)[1]) for p in (r"Used (\d+) reg", r"(\d+) bytes spill stores"))  # type: ignore[index]
+    products = f"{ptx.count('wgmma.mma_async'):4} wgmma {ptx.count('mma.sync'):4} mma"
+    copies = len(re.findall(r"cp\.async\.cg.*0x10", ptx))
+    shared = compiled.metadata.shared
+    print(f"{label:<46}{registers:4} regs{spilled:5} spilled{shared:7} B {products}{copies:4} copies", flush=True)
+    return spilled
+
+
+def attention_constants(group: int, head_dim: int, block_size: int, extras: bool) -> dict[str, Any]:
+    constants = {"GROUP": group, "D": head_dim, "BLOCK_D": max(16, triton.next_power_of_2(head_dim))}
+    constants |= {
+        "BLOCK_SIZE": block_size,
+        "HAS_SOFTCAP": extras,
+        "HAS_SINKS": extras,
+        "PRECISION": "tf32",
+        "PDL": True,
+    }
+    return constants
+
+
+def build_decode(group: int, head_dim: int, block_size: int, cache: torch.dtype, extras: bool = False) -> int:
+    constants = attention_constants(group, head_dim, block_size, extras)
+    rows, tile = triton.next_power_of_2(group), attention_decode.tile_keys(head_dim, torch.bfloat16, cache)
+    constants |= {"GROUP_ROWS": rows, "BLOCK_M": max(16, rows), "BLOCK_N": tile}
+    constants["MERGED"] = max(1, min(8, 4096 // (rows * constants["BLOCK_D"])))
+    stages = 5 if head_dim <= 128 and group <= 32 else 3
+    label = f"decode group {group} head {head_dim} block {block_size} {str(cache)[6:]}{' extras' * extras}"
+    return build(label, attention_decode.decode_kernel, constants, 4, stages, torch.bfloat16, cache)
+
+
+def build_prefill(group: int, head_dim: int, block_size: int, cache: torch.dtype, extras: bool = False) -> int:
+    spilled = 0
+    for fills_gpu in (False, True):
+        tiles = attention_prefill.tiles_for(head_dim, torch.bfloat16, fills_gpu)
+        constants = attention_constants(group, head_dim, block_size, extras)
+        constants |= {"HQ": 8 * group, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "HAS_WINDOW": extras}
+        label = f"prefill group {group} head {head_dim} block {block_size} {str(cache)[6:]}{' extras' * extras}"
+        kernel = attention_prefill.prefill_kernel
+        spilled += build(label, kernel, constants, tiles.num_warps, tiles.num_stages, torch.bfloat16, cache)
+    return spilled
+
+
+def build_rest() -> int:
+    size = {"BLOCK_SIZE": 16, "D": 128, "BLOCK_D": 128}
+    store = {**size, "HEADS": 8, "HKV": 8, "LIMIT": 0.0, "PDL": True}
+    turn = {**store, "ROTARY": 128, "HALF": 64, "REST": 1, "INTERLEAVED": False}
+    spilled = 0
+    for heads, norm in ((32, False), (16, True)):
+        constants = {**turn, "HQ": heads, "Q_NORM": norm, "K_NORM": norm}
+        spilled += build(f"rotary {heads} heads, norm {norm}", rotary.rotary_kernel, constants, 2, 3)
+    spilled += build("store", rotary.store_kernel, store, 2, 3)
+    spilled += build("gather", attention_cudnn.gather_kernel, {**size, "BLOCK_N": 64}, 4, 3)
+    return spilled + build("merge", attention_cudnn.merge_kernel, {"D": 128, "BLOCK_D": 128, "ROWS": 16}, 4, 3)
+
+
+def main() -> None:
+    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    shapes = ((4, 128), (2, 128), (3, 64), (4, 80), (4, 96), (2, 256))
+    spilled = build_rest()
+    for make in (build_decode, build_prefill):
+        spilled += sum(make(group, head_dim, 16, bf16) for group, head_dim in shapes)
+        spilled += make(4, 128, 64, bf16) + make(4, 128, 16, fp8) + make(4, 128, 16, bf16, extras=True)
+    if spilled:
+        raise SystemExit(f"{spilled} bytes of registers spill")
+
+
+if __name__ == "__main__":
+    main()
