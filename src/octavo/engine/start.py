@@ -17,6 +17,7 @@ from octavo.engine.graphs import graph_sizes
 from octavo.engine.loading import LoadedModel
 from octavo.engine.memory import StepLimits
 from octavo.engine.runner import HostRunner, Runner, bind_cache
+from octavo.errors import CapacityError
 from octavo.layers.step import StepInputs
 
 logger = logging.getLogger(__name__)
@@ -100,17 +101,25 @@ def _free_bytes(device: torch.device) -> int:
 
 @torch.inference_mode()
 def _measure_peak(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) -> int:
-    """The most memory that a step of `max_num_batched_tokens` tokens takes, with sampling for `max_num_seqs`."""
+    """The most memory that a step of `max_num_batched_tokens` tokens takes, with sampling for `max_num_seqs`.
+
+    Raises CapacityError where not even that is there.
+    """
     device = loaded.device
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    hidden = loaded.model(*_longest_prompts(loaded, config, limits))
-    logits = loaded.model.compute_logits(hidden[: limits.max_num_seqs])
-    rows = torch.zeros(len(logits), dtype=torch.int32, device=device)
-    ops.sample_tokens(logits, rows + 1.0, rows + 50, rows + 0.9, rows * 0.1, rows.long(), rows.long())
-    peak = torch.cuda.max_memory_allocated(device) - before
-    del hidden, logits
-    return peak
+    try:
+        hidden = loaded.model(*_longest_prompts(loaded, config, limits))
+        logits = loaded.model.compute_logits(hidden[: limits.max_num_seqs])
+        rows = torch.zeros(len(logits), dtype=torch.int32, device=device)
+        ops.sample_tokens(logits, rows + 1.0, rows + 50, rows + 0.9, rows * 0.1, rows.long(), rows.long())
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"a step of max_num_batched_tokens = {limits.max_num_batched_tokens} tokens does not fit beside the "
+            f"weights on {device}: lower it ({error})",
+            param="max_num_batched_tokens",
+        ) from error
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _longest_prompts(
