@@ -56,6 +56,7 @@ def test_greedy_equals_transformers(llm: LLM, expected) -> None:
     [
         {"max_num_batched_tokens": 16, "max_num_seqs": 4},  # chunked prefill, mixed with decodes
         {"max_prefill_tokens_with_decodes": 3},
+        {"target_itl_ms": 0.001},  # the least cap
         {"max_num_seqs": 1},
         {"enable_prefix_caching": False},
         {"block_size": 8},
