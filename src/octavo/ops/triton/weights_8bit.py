@@ -30,6 +30,8 @@ class Triton8Bit(PackedWeight):
         self.data = weight.codes.to(device).contiguous()
         self.scale = weight.scale.to(device, torch.float32).flatten().contiguous()
         runtime.counters(device)
+        if device.type == "cuda":  # with dependent launch, kernels read scales before they wait for anything
+            torch.cuda.current_stream(device).synchronize()
 
     @property
     def num_bytes(self) -> int:
