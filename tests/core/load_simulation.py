@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,31 +40,36 @@ def arrivals(rate: float, seconds: float, seed: int = 0) -> list[float]:
 
 
 def simulate(times: list[float], step_seconds: Callable[[Step], float] = llama_8b_seconds, **config: Any) -> Load:
-    """Serve requests that arrive at `times`."""
+    """Serve requests that arrive at `times`, launching a step while the one before it runs, as the engine does."""
     limits = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_model_len": 1024, "block_size": BLOCK_SIZE}
+    limits["max_steps_in_flight"] = 2
     scheduler = Scheduler(SchedulerConfig(**limits | config), [CacheGroup(KVCacheSpec("full", 1, 8, None), [0])], 8192)
-    load, first, now, due, requests = Load(), {}, 0.0, 0, []
-    while due < len(times) or scheduler.has_work():
-        while due < len(times) and (times[due] <= now or not scheduler.has_work()):
+    load, first, last, now, free_at = Load(), {}, {}, 0.0, 0.0
+    requests: list[Request] = []
+    in_flight: deque[tuple[Step, float, float]] = deque()  # with its duration and the time of its end
+    while len(requests) < len(times) or scheduler.has_work():
+        while len(requests) < len(times) and (times[len(requests)] <= now or not scheduler.has_work()):
+            due = len(requests)
             now = max(now, times[due])
             requests.append(Request(str(due), [due] * PROMPT_TOKENS, SamplingParams(max_tokens=OUTPUT_TOKENS)))
             scheduler.add(requests[-1])
-            due += 1
         step = scheduler.schedule()
-        assert step is not None
-        load.waiting.append((now, scheduler.states.waiting.num_prompt_tokens))
-        seconds = step_seconds(step)
-        now += seconds
+        if step is not None:
+            load.waiting.append((now, scheduler.states.waiting.num_prompt_tokens))
+            free_at = max(now, free_at) + step_seconds(step)
+            in_flight.append((step, step_seconds(step), free_at))
+            if len(in_flight) < scheduler.config.max_steps_in_flight:
+                continue
+        step, seconds, now = in_flight.popleft()
         scheduler.observe(step, seconds)
         moved = scheduler.update(step, {item.request.request_id: [7] for item in step.requests if item.sample})
         load.num_tokens += len(moved)
         for request in moved:
             first.setdefault(request, now)
-            if request.is_finished:
-                request.arrival_time = now  # of its last token
+            last[request] = now
     for arrived, request in zip(times, requests, strict=True):
         load.ttft.append(first[request] - arrived)
-        load.tpot.append((request.arrival_time - first[request]) / (OUTPUT_TOKENS - 1))
+        load.tpot.append((last[request] - first[request]) / (OUTPUT_TOKENS - 1))
     load.end = now
     return load
 

@@ -13,10 +13,10 @@ are taken in at no more than C / (4.2 ms + 23 us C). That is 11,300 tokens a sec
 tokens), 25,400 for 256 (49 requests), 32,000 for 512 (62 requests) and 39,900 for 2,048 (78 requests). So 32 and 48
 requests a second are stable at a low end of 512, whose steps take 16 ms, and 64 are from C = 560 on.
 
-In a simulation of that model (tests/core/test_prefill_cap.py has it) the mean gap of a request did not depend on the
-cap, since the prompts have to be computed anyway, and the first token came later the longer a prompt was spread: at 64
-requests a second the median was 58, 77 and 108 ms for the whole backlog, a half and a quarter of it. A half keeps two
-thirds of that gain and halves the longest gap.
+In a simulation of that model with two steps in flight (tests/core/load_simulation.py) the mean gap of a request did not
+depend on the cap, since the prompts have to be computed anyway, and the first token came later the longer a prompt was
+spread: at 64 requests a second the median was 77, 96 and 127 ms for the whole backlog, a half and a quarter of it. A
+half costs little of that and lets one long prompt stall the streams for half as long.
 """
 
 from __future__ import annotations
