@@ -117,7 +117,7 @@ def candidates(kind: str, shape: Shape, rows: int) -> list[Tile]:
         for split in (1, 2, 4, 8):
             programs = -(-shape.width // n) * split * -(-rows // block_m)
             if stored >= k * split * 2 and (programs >= 100 or split == 8) and (split == 1 or programs <= 1100):
-                options.append(Tile(block_m, n, k, split, 8 if n * block_m > 8192 else 4, stages))
+                options.append(Tile(block_m, n, k, split, 8 if n * block_m >= 8192 else 4, stages))
         found += options[:2]
     return found
 
@@ -252,7 +252,8 @@ def time_stack(model: str, kind: str, rows: int, context: int = 64) -> None:
         for _ in range(m.layers)
     ]  # fmt: skip
     blocks = -(-context // 16)
-    caches = [ops.KVCache.allocate(rows * blocks + 1, 16, kv, HEAD_DIM, torch.bfloat16, CUDA) for _ in layers]
+    size = (rows * blocks + 1, 16, kv, HEAD_DIM, torch.bfloat16, CUDA)
+    caches = [ops.KVCache.allocate(*size, interleaved=False) for _ in layers]
     table = torch.arange(1, rows * blocks + 1, device=CUDA, dtype=torch.int32).view(rows, blocks)
     slots = table[:, -1].long() * 16 + (context - 1) % 16
     starts = torch.arange(rows + 1, device=CUDA, dtype=torch.int32)
@@ -263,10 +264,14 @@ def time_stack(model: str, kind: str, rows: int, context: int = 64) -> None:
     x = torch.randn(rows, m.hidden, device=CUDA, dtype=torch.bfloat16)
     fused = decoder.fuse(layers)
     num_bytes = sum(part.num_bytes for layer in layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down))
+
+    def run() -> None:
+        assert fused(x * 1, positions, cos_sin, caches, [meta] * m.layers) is not None
+
     taken = []
     for dependent in (True, False):
         runtime.dependent_launch = dependent
-        taken.append(graph_seconds(lambda: fused(x.clone(), positions, cos_sin, caches, [meta] * m.layers), 5))
+        taken.append(graph_seconds(run, 5))
     runtime.dependent_launch = True
     print(
         f"stack {model} {kind} M={rows}: {taken[0] * 1e6 / m.layers:.1f} us a layer, {taken[0] * 1e3:.3f} ms, "

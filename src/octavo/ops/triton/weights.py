@@ -67,7 +67,7 @@ class TritonDense(TritonWeight):
     def __init__(self, weight: Tensor, device: torch.device) -> None:
         self.shape = (weight.shape[0], weight.shape[1])
         self.data = weight.to(device=device, dtype=torch.bfloat16).contiguous()
-        runtime.counters(device)
+        _settle(device)
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return F.embedding(ids, self.data).to(dtype)
@@ -97,7 +97,7 @@ class TritonCodes(TritonWeight):
         self.offset = None if weight.offset is None else weight.offset.to(device, torch.float32).contiguous()
         if self.offset is not None and self.kind == "int4" and torch.equal(self.offset, -8 * self.scale):
             self.offset = None  # symmetric, which the kernels know
-        runtime.counters(device)
+        _settle(device)
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         assert self.scale is not None
@@ -116,6 +116,13 @@ class TritonCodes(TritonWeight):
     def dense(self) -> Tensor:
         assert self.scale is not None
         return self._dequantize(self.data, self.scale, self.offset, self.kind, self.shape, self.unit)
+
+
+def _settle(device: torch.device) -> None:
+    """Waits until the weight is written: with dependent launch, kernels read weights before they wait for anything."""
+    runtime.counters(device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _unit(columns: int, groups: int) -> int:
