@@ -162,9 +162,7 @@ def apply_penalties(logits: Tensor, row: SamplingRow) -> None:
 
 def draw(logits: Tensor, rows: list[SamplingRow]) -> list[int | None]:
     """One token for each row of logits [R, V] as its request asks, None where no distribution is left (a NaN)."""
-    if all(
-        row.is_greedy for row in rows
-    ):  # the parameters would cost more than the rest on a CPU
+    if all(row.is_greedy for row in rows):  # the parameters would cost more than the rest on a CPU
         tokens = ops.argmax(logits).tolist()
     else:
         tokens = ops.sample_tokens(logits, *sampling_tensors(rows, logits.device)).tolist()
