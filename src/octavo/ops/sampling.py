@@ -68,17 +68,20 @@ def sample_tokens(
 def cut(x: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The weights [R, V] with zeros where top-k [R] (0: off) and then top-p [R] (1: off) drop a token of logits x."""
     vocab = x.shape[1]
-    result = torch.zeros_like(weights)
-    pending = torch.arange(len(x), device=x.device)
-    for size in (min(NUM_CANDIDATES, vocab), vocab):
-        value, ties, is_exact = _threshold(x[pending], weights[pending], top_k[pending], top_p[pending], size)
-        at_value = x[pending] == value
-        kept = (x[pending] > value) | (at_value & (at_value.cumsum(dim=1) <= ties))
-        result[pending] = torch.where(kept, weights[pending], 0)
-        pending = pending[~is_exact]
-        if not len(pending):
-            break
+    result, pending = _cut_within(x, weights, top_k, top_p, min(NUM_CANDIDATES, vocab))
+    if len(pending):
+        result[pending], _ = _cut_within(x[pending], weights[pending], top_k[pending], top_p[pending], vocab)
     return result
+
+
+def _cut_within(x: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """`cut` where it lies within the `size` largest logits, and the rows for which it does not."""
+    value, ties, is_exact = _threshold(x, weights, top_k, top_p, size)
+    at_value = x == value
+    kept = x > value
+    if bool((at_value.sum(dim=1, keepdim=True) > ties).any()):
+        at_value &= at_value.cumsum(dim=1) <= ties
+    return torch.where(kept | at_value, weights, 0), (~is_exact).nonzero().flatten()
 
 
 def _threshold(x: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
