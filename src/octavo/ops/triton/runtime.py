@@ -127,7 +127,8 @@ def default_tile(kind: str, n: int, k: int, m: int) -> Tile:
     depth = 128 if kind == "bf16" else 64
     stored = k // 2 if kind == "int4" else k
     split = max(1, min(programs * block // n, stored // (2 * depth), 16))
-    return Tile(rows, block, depth, split, 8 if rows * block >= 8192 else 4, 4 if rows <= 32 else 3)
+    stages = 3 if rows > 32 else 4 if kind == "bf16" else 6
+    return Tile(rows, block, depth, split, 8 if rows * block >= 8192 else 4, stages)
 
 
 def lazy(module: str, name: str) -> Callable[..., Any]:
