@@ -240,12 +240,16 @@ def _report_layouts(dtype: torch.dtype, device: torch.device) -> list[tuple[str,
 
 
 def _report_fused(dtype: torch.dtype, device: torch.device) -> list[tuple[str, str, bool, str]]:
-    """Whether decoder layers run as one call (`fuse_decoder`) or operation by operation."""
-    reason = cpu_library.unavailable()
-    if reason is None and (device.type != "cpu" or dtype != torch.bfloat16):
-        reason = f"serves bfloat16 on the CPU, not {dtype} on {device.type}"
-    fused = reason is None
-    return [
-        ("decoder_layer", "cpu fused", fused, reason or "one call a layer, where its weights and heads allow"),
-        ("decoder_layer", "single operations", not fused, "a faster one serves this" if fused else "always possible"),
-    ]
+    """Whether whole decoder layers are served (`fuse_decoder`) or run operation by operation."""
+    candidates = (
+        ("cpu fused", "cpu", cpu_library.unavailable(), "one call a layer, where its weights and heads allow"),
+        ("triton fused", "cuda", triton_runtime.unavailable(), "few launches a layer, fewest up to 16 decodes"),
+    )
+    rows = []
+    for name, kind, reason, note in candidates:
+        if reason is None and (device.type != kind or dtype != torch.bfloat16):
+            reason = f"serves bfloat16 on {kind}, not {dtype} on {device.type}"
+        rows.append(("decoder_layer", name, reason is None, reason or note))
+    fused = any(chosen for _, _, chosen, _ in rows)
+    note = "a faster one serves this" if fused else "always possible"
+    return [*rows, ("decoder_layer", "single operations", not fused, note)]

@@ -121,7 +121,8 @@ def default_tile(kind: str, n: int, k: int, m: int) -> Tile:
     """Sizes for a shape that nobody measured: about two programs a multiprocessor of an H200, and a few tiles each."""
     programs = 264
     if m == 1:
-        return Tile(1, 8 if n >= 8 * programs else 4 if n >= 4 * programs else 2, 1024, 1, 4, 1)
+        most = 8 if kind == "bf16" else 4  # codes take more registers
+        return Tile(1, most if n >= most * programs else 4 if n >= 4 * programs else 2, 1024, 1, 4, 1)
     rows = min(m, 64)
     block = 64 if n < 16384 or rows < 64 else 128
     depth = 128 if kind == "bf16" else 64
