@@ -131,10 +131,10 @@ def _attend(
 
 
 def quantize_rows(x: Tensor, kind: str = "int8") -> tuple[Tensor, Tensor]:
-    """Symmetric 8-bit codes [T, K] and float32 scales [T, 1], one a row, as compressed-tensors defines dynamic tokens.
+    """Symmetric 8-bit codes [T, K] and float32 scales [T, 1], one a row, as serving engines round dynamic tokens.
 
-    "int8": the largest magnitude maps to 127.5, half the range of 256 codes, and is clamped to 127; codes are rounded
-    to nearest, ties to even. "fp8": the largest magnitude maps to 448, the largest E4M3 number, and x / scale is
+    "int8": the largest magnitude maps to 127, as in vLLM's kernels (compressed-tensors' own simulation divides by
+    127.5, and clamps); codes are rounded to nearest, ties to even. "fp8": the largest magnitude maps to 448, the largest E4M3 number, and x / scale is
     rounded to float8_e4m3fn to nearest, ties to even. The quotients are those of float32.
     """
     x = x.float()
@@ -146,4 +146,4 @@ def quantize_rows(x: Tensor, kind: str = "int8") -> tuple[Tensor, Tensor]:
     return torch.round(x / scale).clamp(-128, 127).to(torch.int8), scale
 
 
-LARGEST_CODE = {"int8": 127.5, "fp8": 448.0}
+LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}

@@ -316,12 +316,12 @@ static void w8a8_block(const Task& t, int64_t row, int64_t tile) {
         for (int n = 0; n < NB; n++) write_int8(t, row + m, tile + n, acc[m][n]);
 }
 
-// Symmetric int8 codes of one row: scale = max |x| / 127.5, codes = round(x / scale) clamped; and their sum.
+// Symmetric int8 codes of one row: scale = max |x| / 127, codes = round(x / scale) clamped; and their sum.
 static void quantize_row(const bf16* x, int64_t k, int8_t* codes, float* scale, int32_t* sum) {
     __m512 largest = _mm512_setzero_ps();
     for (int64_t j = 0; j < k; j += 16)
         largest = _mm512_max_ps(largest, _mm512_abs_ps(load_bf16(x + j, tail_mask(k - j))));
-    *scale = std::max(_mm512_reduce_max_ps(largest) / 127.5f, 1.17549435e-38f);
+    *scale = std::max(_mm512_reduce_max_ps(largest) / 127.0f, 1.17549435e-38f);
     __m512 divisor = _mm512_set1_ps(*scale);
     __m512i total = _mm512_setzero_si512();
     for (int64_t j = 0; j < k; j += 16) {

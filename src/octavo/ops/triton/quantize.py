@@ -21,7 +21,7 @@ _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and taken away, it leaves
 @triton.jit
 def store_codes(y, codes, scale, row, column, inside, width, KIND: tl.constexpr):
     """Write the codes of a row y (float32, 0 outside) and its scale."""
-    LARGEST: tl.constexpr = 448.0 if KIND == "fp8" else 127.5
+    LARGEST: tl.constexpr = 448.0 if KIND == "fp8" else 127.0
     factor = tl.maximum(tl.math.div_rn(tl.max(tl.abs(y)), LARGEST), _TINY)
     quotient = tl.math.div_rn(y, factor)
     if KIND == "fp8":
