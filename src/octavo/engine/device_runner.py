@@ -61,6 +61,13 @@ class DeviceRunner(Runner):
         self._graphs.capture(sizes, {True: self._greedy_head, False: self._sampling_head})
         return self._graphs.failure is None
 
+    def warm_up(self) -> None:
+        """Launch what decode steps of every size do, on padding."""
+        self._state.write_padding()
+        if self._graphs is not None:
+            sizes = graph_sizes(self._state.max_num_seqs)
+            self._graphs.warm_up(sizes, {True: self._greedy_head, False: self._sampling_head})
+
     def add(self, request: Request, row: SamplingRow) -> None:
         super().add(request, row)
         self._state.add(request, row)
@@ -147,7 +154,7 @@ class DeviceRunner(Runner):
             vocab = logits.shape[1]
             most = max(vocab if count < 0 else count for count in wanted)
             sampled = self._state.sampled[: len(sampling)]
-            gathered = gather_logprobs(torch.log_softmax(logits, dim=-1), sampled, most)
+            gathered = gather_logprobs(ops.log_softmax(logits), sampled, most)
             launched.logprobs = gathered.to_host()
 
     def _greedy_head(self, hidden: Tensor, rows: Tensor, ends: Tensor) -> Tensor:

@@ -242,6 +242,12 @@ class DeviceState:
         layout.max_seq_len = self.max_model_len
         return self._views(self._staging[0], layout, size)
 
+    def write_padding(self) -> None:
+        """Change entries of the row that padding points to, as steps change those of requests."""
+        places = torch.arange(4, dtype=torch.int32, device=self.device) + self.state.offsets[2]
+        places += self._padding_row * self._num_blocks
+        ops.write_state(self.state, places[: self._num_blocks], torch.zeros_like(places[: self._num_blocks]))
+
     def send_padding(self, size: int) -> None:
         """Fill the packed vector with `size` requests that compute nothing, for warming up and for capturing."""
         padding = self.decode_of(size)

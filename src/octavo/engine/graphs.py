@@ -78,6 +78,11 @@ class DecodeGraphs:
         torch.cuda.empty_cache()  # what warming up took
         logger.info("captured %s decode graphs in %.1f s", len(self._graphs), time.perf_counter() - begin)
 
+    def warm_up(self, sizes: Sequence[int], heads: dict[bool, Head]) -> None:
+        """Launch what the graphs of these batch sizes would hold, without capturing it."""
+        for size in sizes:
+            self._warm_up(size, heads)
+
     def padded_size(self, num_seqs: int) -> int | None:
         """The smallest captured batch size that holds `num_seqs` requests, or None."""
         place = bisect_left(self._sizes, num_seqs)

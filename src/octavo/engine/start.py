@@ -22,6 +22,8 @@ from octavo.layers.step import StepInputs
 
 logger = logging.getLogger(__name__)
 
+_PROMPT_TOKENS = (1, 9, 16, 24, 32, 40, 64, 100, 128, 200, 256, 500, 512, 1000, 1024, 2048)  # kernels differ by these
+
 
 @dataclass(frozen=True)
 class StepMemory:
@@ -40,7 +42,7 @@ def build_runner(
     use_graphs: bool,
 ) -> Runner:
     """Allocate the KV cache and everything else that steps need, and capture the decode graphs if asked to."""
-    bind_cache(loaded.model, loaded.groups, num_blocks, config.block_size, loaded.kv_dtype, loaded.device)
+    bind_cache(loaded.model, loaded.groups, num_blocks, config.block_size, loaded.kv_dtype, loaded.device, config.deterministic)
     groups = len(loaded.groups)
     if not limits.uses_device_state:
         return HostRunner(loaded.model, groups, config.block_size, limits.max_num_seqs, max_model_len, loaded.device)
@@ -64,6 +66,38 @@ def _device_runner(
     return DeviceRunner(loaded.model, state, use_graphs)
 
 
+def compile_kernels(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) -> int:
+    """Compile what steps of this model launch, many kernels at a time; returns how many.
+
+    Without it they are compiled one by one as they are met, those of small prompts while the first requests wait. A
+    model that looks at its data cannot be walked through so: what follows runs it in earnest and tells what is wrong.
+    """
+    if loaded.device.type != "cuda":
+        return 0
+    bind_cache(loaded.model, loaded.groups, 1, config.block_size, loaded.kv_dtype, loaded.device, config.deterministic)
+    runner = _device_runner(loaded, config, limits, _length(loaded, config), not config.enforce_eager)
+    most = limits.max_num_batched_tokens
+
+    @torch.inference_mode()
+    def launch() -> None:
+        try:
+            runner.warm_up()
+            for num_decodes in (0, 2):
+                for tokens in _PROMPT_TOKENS:
+                    if num_decodes + tokens <= min(most, loaded.model.max_position):
+                        counts = [1] * num_decodes + [tokens]
+                        loaded.model(*_step_of(loaded, config, counts, num_decodes, past=1))
+            _run_largest(loaded, config, limits)
+        except Exception as error:
+            logger.info("not all kernels are compiled ahead: %s: %s", type(error).__name__, error)
+
+    return ops.compile_ahead(launch)
+
+
+def _length(loaded: LoadedModel, config: EngineConfig) -> int:
+    return config.max_model_len if isinstance(config.max_model_len, int) else loaded.model.max_position
+
+
 def measure_step(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) -> StepMemory:
     """Run the largest step on a cache of one block, and capture two of the graphs, to see what they take.
 
@@ -71,13 +105,12 @@ def measure_step(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) 
     """
     if loaded.device.type != "cuda":
         return StepMemory(0, False)
-    bind_cache(loaded.model, loaded.groups, 1, config.block_size, loaded.kv_dtype, loaded.device)
+    bind_cache(loaded.model, loaded.groups, 1, config.block_size, loaded.kv_dtype, loaded.device, config.deterministic)
     num_bytes = _measure_peak(loaded, config, limits)
     before = _free_bytes(loaded.device)
     if config.enforce_eager:
         return StepMemory(num_bytes, False)
-    length = config.max_model_len if isinstance(config.max_model_len, int) else loaded.model.max_position
-    runner = _device_runner(loaded, config, limits, length, True)
+    runner = _device_runner(loaded, config, limits, _length(loaded, config), True)
     largest, *others = graph_sizes(limits.max_num_seqs)[::-1]
     can_capture = runner.capture([largest])
     after_one = after_two = _free_bytes(loaded.device)
@@ -86,14 +119,14 @@ def measure_step(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) 
         after_two = _free_bytes(loaded.device)
     graphs = before - after_one + (after_one - after_two) * len(others)
     del runner
-    _free_bytes(loaded.device)
+    gc.collect()
+    torch.cuda.empty_cache()
     logger.info("a step takes %.2f GiB, its graphs %.2f GiB", num_bytes / 2**30, graphs / 2**30)
     return StepMemory(num_bytes + graphs, can_capture)
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Free memory, nothing kept in reserve by torch or by objects that are not in use any more."""
-    gc.collect()
+    """Free memory, nothing kept in reserve by torch."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
@@ -109,10 +142,7 @@ def _measure_peak(loaded: LoadedModel, config: EngineConfig, limits: StepLimits)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        hidden = loaded.model(*_longest_prompts(loaded, config, limits))
-        logits = loaded.model.compute_logits(hidden[: limits.max_num_seqs])
-        rows = torch.zeros(len(logits), dtype=torch.int32, device=device)
-        ops.sample_tokens(logits, rows + 1.0, rows + 50, rows + 0.9, rows * 0.1, rows.long(), rows.long())
+        _run_largest(loaded, config, limits)
     except torch.OutOfMemoryError as error:
         raise CapacityError(
             f"a step of max_num_batched_tokens = {limits.max_num_batched_tokens} tokens does not fit beside the "
@@ -122,20 +152,29 @@ def _measure_peak(loaded: LoadedModel, config: EngineConfig, limits: StepLimits)
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _longest_prompts(
-    loaded: LoadedModel, config: EngineConfig, limits: StepLimits
-) -> tuple[Tensor, Tensor, StepInputs]:
-    """A step full of prompts, as long as the model takes them, all of whose pages are the null block."""
-    device, total = loaded.device, limits.max_num_batched_tokens
+def _run_largest(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) -> None:
+    """A step full of prompts, as long as the model takes them, and sampling for as many requests as there may be."""
+    total = limits.max_num_batched_tokens
     length = min(total, loaded.model.max_position)
     counts = [length] * (total // length) + [total % length] * (total % length > 0)
-    counts = counts[: limits.max_num_seqs]
-    lengths = torch.tensor(counts, dtype=torch.int32, device=device)
+    hidden = loaded.model(*_step_of(loaded, config, counts[: limits.max_num_seqs], 0))
+    logits = loaded.model.compute_logits(hidden[: limits.max_num_seqs])
+    rows = torch.zeros(len(logits), dtype=torch.int32, device=loaded.device)
+    ops.sample_tokens(logits, rows + 1.0, rows + 50, rows + 0.9, rows * 0.1, rows.long(), rows.long())
+
+
+def _step_of(
+    loaded: LoadedModel, config: EngineConfig, counts: list[int], num_decodes: int, past: int = 0
+) -> tuple[Tensor, Tensor, StepInputs]:
+    """A step of these numbers of new tokens, behind `past` others; all pages are the null block."""
+    device, total, longest = loaded.device, sum(counts), max(counts) + past
+    ends = [count + past for count in counts]
+    lengths = torch.tensor(ends, dtype=torch.int32, device=device)
     query_start = torch.zeros(len(counts) + 1, dtype=torch.int32, device=device)
-    query_start[1:] = lengths.cumsum(0)
-    total = sum(counts)
-    table = torch.zeros((len(counts), -(-length // config.block_size)), dtype=torch.int32, device=device)
+    query_start[1:] = (lengths - past).cumsum(0)
+    table = torch.zeros((len(counts), -(-longest // config.block_size)), dtype=torch.int32, device=device)
     slots = torch.full((total,), -1, dtype=torch.int64, device=device)
-    metadata = ops.AttentionMetadata(query_start, lengths, table, slots, length, length, 0, counts, counts)
-    positions = torch.arange(total, device=device) % length
+    most = max(counts)
+    metadata = ops.AttentionMetadata(query_start, lengths, table, slots, most, longest, num_decodes, counts, ends)
+    positions = torch.arange(total, device=device) % longest
     return torch.zeros_like(positions), positions, StepInputs((metadata,) * len(loaded.groups))

@@ -1,5 +1,6 @@
 """Every kernel behind one function: a torch reference that defines it, and faster versions for CPU and GPU."""
 
+from octavo.ops.compile_ahead import compile_ahead
 from octavo.ops.decoder import DecoderLayer, FusedDecoder, fuse_decoder
 from octavo.ops.functions import (
     add_rms_norm,
@@ -7,6 +8,7 @@ from octavo.ops.functions import (
     default_dtype,
     gelu_tanh_mul,
     linear,
+    log_softmax,
     pack_weight,
     paged_attention,
     report,
@@ -39,11 +41,13 @@ __all__ = [
     "StepTensors",
     "add_rms_norm",
     "argmax",
+    "compile_ahead",
     "default_dtype",
     "fuse_decoder",
     "gelu_tanh_mul",
     "keep_tokens",
     "linear",
+    "log_softmax",
     "pack_weight",
     "paged_attention",
     "prepare_inputs",
