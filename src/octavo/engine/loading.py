@@ -54,6 +54,7 @@ def load(config: EngineConfig) -> LoadedModel:
         model_impl=config.model_impl,
         quantization=config.quantization,
         max_model_len=length,
+        deterministic=config.deterministic,
     )
     kv_dtype = _pick_kv_dtype(config.kv_cache_dtype, dtype, device)
     specs = [replace(spec, bytes_per_element=kv_dtype.itemsize) for spec in model.kv_cache_specs()]

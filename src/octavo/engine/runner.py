@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from octavo import ops
 from octavo.core.cache_groups import CacheGroup, cache_layout
 from octavo.core.request import Request
 from octavo.core.scheduler import ScheduledRequest, Step
@@ -51,11 +52,14 @@ def bind_cache(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    deterministic: bool = False,
 ) -> None:
     """Allocate the KV cache and give each layer its part of it."""
     layout = cache_layout(groups)
     caches = [
-        KVCache.allocate(num_blocks, block_size, slot.num_kv_heads, slot.head_dim, dtype, device)
+        KVCache.allocate(
+            num_blocks, block_size, slot.num_kv_heads, slot.head_dim, dtype, device, deterministic=deterministic
+        )
         for slot in layout.slots
     ]
     group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
@@ -124,7 +128,7 @@ class Runner:
         for first in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             part = targets[first : first + PROMPT_LOGPROB_ROWS]
             logits = self._model.compute_logits(hidden[first : first + len(part)])
-            entries += top_logprobs(torch.log_softmax(logits, dim=-1), part, [count] * len(part))
+            entries += top_logprobs(ops.log_softmax(logits), part, [count] * len(part))
         return entries
 
 

@@ -67,7 +67,7 @@ class Sampled:
 def sample(logits: Tensor, rows: list[SamplingRow]) -> Sampled:
     """One token for each row of logits (float32 [R, V]). The logits may be changed in place."""
     wanted = [r for r, row in enumerate(rows) if row.params.logprobs is not None]
-    raw = torch.log_softmax(logits[wanted], dim=-1) if wanted else None
+    raw = ops.log_softmax(logits[wanted]) if wanted else None
     for r, row in enumerate(rows):
         if row.changes_logits:
             apply_processors(logits[r], row)

@@ -42,7 +42,9 @@ def build_runner(
     use_graphs: bool,
 ) -> Runner:
     """Allocate the KV cache and everything else that steps need, and capture the decode graphs if asked to."""
-    bind_cache(loaded.model, loaded.groups, num_blocks, config.block_size, loaded.kv_dtype, loaded.device, config.deterministic)
+    bind_cache(
+        loaded.model, loaded.groups, num_blocks, config.block_size, loaded.kv_dtype, loaded.device, config.deterministic
+    )
     groups = len(loaded.groups)
     if not limits.uses_device_state:
         return HostRunner(loaded.model, groups, config.block_size, limits.max_num_seqs, max_model_len, loaded.device)

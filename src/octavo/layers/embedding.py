@@ -48,10 +48,14 @@ class OutputLayer(Layer):
 
 
 def embedding_and_output(
-    embedding: Weight, output: Weight | None, dtype: torch.dtype, device: torch.device | str = "cpu"
+    embedding: Weight,
+    output: Weight | None,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    deterministic: bool = False,
 ) -> tuple[Embedding, OutputLayer]:
     """Builds both layers; `output` None ties them, so that one packed weight serves both."""
     if output is None:
-        packed = ops.pack_weight(embedding, dtype, device)
+        packed = ops.pack_weight(embedding, dtype, device, deterministic)
         return Embedding(packed, dtype, device), OutputLayer(packed)
-    return Embedding(embedding, dtype, device), OutputLayer(ops.pack_weight(output, dtype, device))
+    return Embedding(embedding, dtype, device), OutputLayer(ops.pack_weight(output, dtype, device, deterministic))

@@ -22,15 +22,21 @@ class Linear(Layer):
     Args:
         parts: weights [N_i, K], dense or quantized.
         bias: [sum N_i] or None.
+        deterministic: a row's result does not depend on the others, bit by bit.
     """
 
     def __init__(
-        self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        parts: Sequence[Weight],
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        deterministic: bool = False,
     ) -> None:
         super().__init__()
         self.out_features = sum(part.shape[0] for part in parts)
         self.in_features = parts[0].shape[1]
-        self.packed = [ops.pack_weight(weight, dtype, device) for weight in merge_parts(parts)]
+        self.packed = [ops.pack_weight(weight, dtype, device, deterministic) for weight in merge_parts(parts)]
         self.bias = bias
         self.dtype, self.device = dtype, torch.device(device)
 
@@ -42,7 +48,7 @@ class Linear(Layer):
         sizes = list(zip(modules, out_features, strict=True))
         parts = [source.weight(module, (rows, in_features)) for module, rows in sizes]
         joined = torch.cat([source.bias(module, rows) for module, rows in sizes]) if bias else None
-        return cls(parts, joined, source.dtype, source.device)
+        return cls(parts, joined, source.dtype, source.device, source.deterministic)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [..., K] -> [..., N], in x's dtype."""

@@ -15,16 +15,17 @@ class RMSNorm(Layer):
     pre-norm decoder does between its blocks.
     """
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    def __init__(self, weight: Tensor, eps: float, deterministic: bool = False) -> None:
         super().__init__()
+        self.deterministic = deterministic
         self.weight = weight.contiguous()
         self.eps = eps
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """`x` [T, H], `residual` [T, H] (changed in place) -> the normalized rows [T, H]."""
         if residual is None:
-            return ops.rms_norm(x, self.weight, self.eps)
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+            return ops.rms_norm(x, self.weight, self.eps, deterministic=self.deterministic)
+        return ops.add_rms_norm(x, residual, self.weight, self.eps, self.deterministic)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, dtype={str(self.weight.dtype).removeprefix('torch.')}"

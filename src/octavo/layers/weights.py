@@ -23,6 +23,7 @@ class WeightSource:
         dtype: dtype of dense tensors that are handed out.
         device: where dense tensors go.
         quantization: quantize plain linear weights while they are read (see `octavo.layers.quantize`).
+        deterministic: layers are to multiply so that a row's result does not depend on the others (`ops.pack_weight`).
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class WeightSource:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         quantization: str | None = None,
+        deterministic: bool = False,
     ) -> None:
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = torch.device(device)
         self.quantization = quantization
+        self.deterministic = deterministic
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A dense tensor in the model's dtype. `CheckpointError` names it when it is missing or has another shape."""

@@ -183,11 +183,14 @@ class DecoderLM(CausalLM):
         shape = (config.vocab_size, config.hidden_size)
         embedding = source.embedding("model.embed_tokens", shape)
         output = None if config.tie_embeddings else source.embedding("lm_head", shape)
-        self.embedding, self.output = embedding_and_output(embedding, output, source.dtype, source.device)
+        self.embedding, self.output = embedding_and_output(
+            embedding, output, source.dtype, source.device, source.deterministic
+        )
         self.layers = [DecoderLayer(index, config, source) for index in range(config.num_layers)]
         self.norm = load_norm(source, "model.norm", config.hidden_size, config.eps)
         self.cos_sin = cos_sin_table(config.rope, self.max_position, source.device)
-        self._fused = fuse_layers(self.layers, config)
+        # What is fused is chosen by the number of rows.
+        self._fused = None if source.deterministic else fuse_layers(self.layers, config)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -217,4 +220,4 @@ class DecoderLM(CausalLM):
 
 
 def load_norm(source: WeightSource, module: str, size: int, eps: float) -> RMSNorm:
-    return RMSNorm(source.tensor(f"{module}.weight", (size,)), eps)
+    return RMSNorm(source.tensor(f"{module}.weight", (size,)), eps, source.deterministic)

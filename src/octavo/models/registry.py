@@ -41,6 +41,7 @@ def load_model(
     model_impl: str = "auto",
     quantization: str | None = None,
     max_model_len: int | None = None,
+    deterministic: bool = False,
 ) -> CausalLM:
     """Builds the model of a checkpoint with its weights, ready to have a KV cache bound.
 
@@ -52,14 +53,17 @@ def load_model(
         quantization: quantize plain linear weights on load: "int8", "fp8" or "w4a16".
         max_model_len: longest sequence that will be served; shortens position tables, and chooses between frequencies
             that a model has for short and for long contexts.
+        deterministic: a token's hidden state and logits have the same bits whatever else is in its step.
 
     Raises:
+        UserError: `deterministic`, and no kernel of that kind serves the model.
         UnsupportedModelError: no implementation computes this architecture right. Raised before any tensor is read.
         CheckpointError: a tensor is missing or has another shape than the configuration implies.
     """
     _check_arguments(dtype, device, model_impl, quantization)
     with _loading_threads(checkpoint.config):
-        return _load(checkpoint, WeightSource(checkpoint, dtype, device, quantization), model_impl, max_model_len)
+        source = WeightSource(checkpoint, dtype, device, quantization, deterministic)
+        return _load(checkpoint, source, model_impl, max_model_len)
 
 
 def _load(checkpoint: Checkpoint, source: WeightSource, model_impl: str, max_model_len: int | None) -> CausalLM:
@@ -75,6 +79,13 @@ def _load(checkpoint: Checkpoint, source: WeightSource, model_impl: str, max_mod
                 f"Native: {', '.join(NATIVE)}. Use model_impl='transformers' (or 'auto')."
             )
         logger.info("%s: served through transformers, since %s", architecture, reason)
+    if source.deterministic:
+        raise UserError(
+            f"deterministic is True, but {architecture} would be served through transformers, whose own code sums in "
+            f"an order that depends on the batch; it is there for {', '.join(NATIVE)} with model_impl 'auto' or "
+            "'native'",
+            param="deterministic",
+        )
     from octavo.models.transformers_route import load_transformers_model
 
     return load_transformers_model(architecture, source, max_model_len)

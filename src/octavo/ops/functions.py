@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import UserError
+from octavo.ops import deterministic as blocked
 from octavo.ops import reference, sampling
 from octavo.ops.cpu import functions as cpu_functions
 from octavo.ops.cpu import library as cpu_library
@@ -16,6 +17,7 @@ from octavo.ops.packed_weight import Layout, PackedWeight, QuantizedWeightLike, 
 from octavo.ops.triton import runtime as triton_runtime
 from octavo.ops.triton import weights as triton_weights
 from octavo.ops.triton import weights_8bit as triton_weights_8bit
+from octavo.ops.triton import weights_deterministic as fixed_weights
 
 _BF16 = (torch.bfloat16,)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -32,8 +34,8 @@ def _operation(name: str, covers: str, *gpu: Candidate) -> Operation:
     )
 
 
-def _elementwise(name: str) -> Operation:
-    function = triton_runtime.lazy("elementwise", name)
+def _elementwise(name: str, module: str = "elementwise") -> Operation:
+    function = triton_runtime.lazy(module, name)
     reason, note = triton_runtime.unavailable(), "norms of rows of up to 65536 numbers"
     return _operation(name, "AVX-512", Candidate("triton", function, ("cuda",), _FLOATS, reason, note))
 
@@ -62,15 +64,41 @@ def _sampling(name: str) -> Operation:
 
 _RMS_NORM = _elementwise("rms_norm")
 _ADD_RMS_NORM = _elementwise("add_rms_norm")
+_DETERMINISTIC_NORM = _elementwise("rms_norm", "norm_deterministic")
+_DETERMINISTIC_ADD_NORM = _elementwise("add_rms_norm", "norm_deterministic")
 _SILU_MUL = _elementwise("silu_mul")
 _GELU_TANH_MUL = _elementwise("gelu_tanh_mul")
 _PAGES = "AVX-512; head sizes and block sizes that are multiples of 16, heads up to 512"
 _ROTARY_AND_STORE = _paged("rotary_and_store", "rotary")
 _STORE_KV = _paged("store_kv", "rotary")
 _PAGED_ATTENTION = _paged("paged_attention", "attention")
+_DETERMINISTIC_ATTENTION = Operation(
+    "paged_attention, deterministic",
+    Candidate(
+        "triton",
+        triton_runtime.lazy("attention_deterministic", "paged_attention"),
+        ("cuda",),
+        _FLOATS,
+        triton_runtime.unavailable(),
+        "as paged_attention",
+    ),
+    Candidate("torch", blocked.paged_attention, ("cpu",), note="a row at a time"),
+)
 
 _ARGMAX = _sampling("argmax")
 _SAMPLE_TOKENS = _sampling("sample_tokens")
+_LOG_SOFTMAX = Operation(
+    "log_softmax",
+    Candidate(
+        "triton",
+        triton_runtime.lazy("log_softmax", "log_softmax"),
+        ("cuda",),
+        _LOGITS,
+        triton_runtime.unavailable(),
+        "any number of rows",
+    ),
+    Candidate("torch", sampling.log_softmax, note="the reference"),
+)
 
 OPERATIONS = (
     _RMS_NORM,
@@ -80,8 +108,10 @@ OPERATIONS = (
     _ROTARY_AND_STORE,
     _STORE_KV,
     _PAGED_ATTENTION,
+    _DETERMINISTIC_ATTENTION,
     _ARGMAX,
     _SAMPLE_TOKENS,
+    _LOG_SOFTMAX,
 )
 
 
@@ -99,15 +129,25 @@ LAYOUTS = (
     Layout("torch dequantize", TorchQuantized.rejects, TorchQuantized, "the reference"),
 )
 
+# Those whose product of a row is the same, bit by bit, whatever the other rows and however many they are.
+DETERMINISTIC_LAYOUTS = (
+    Layout("triton fixed tiles", fixed_weights.rejects, fixed_weights.pack, "bfloat16 inputs on a GPU"),
+    Layout("torch dense in blocks", blocked.BlockedDense.rejects, blocked.BlockedDense, "on a CPU"),
+    Layout("torch dequantize in blocks", blocked.BlockedQuantized.rejects, blocked.BlockedQuantized, "on a CPU"),
+)
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; x [T, H], weight [H]; float32 inside."""
-    return _RMS_NORM(x, weight, eps, out)
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, deterministic: bool = False) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; x [T, H], weight [H]; float32 inside.
+
+    deterministic: a row has the same bits among any number of rows.
+    """
+    return (_DETERMINISTIC_NORM if deterministic else _RMS_NORM)(x, weight, eps, out)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual += x in place, then the RMS norm of residual; all [T, H]."""
-    return _ADD_RMS_NORM(x, residual, weight, eps)
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, deterministic: bool = False) -> Tensor:
+    """residual += x in place, then the RMS norm of residual; all [T, H]. deterministic: see `rms_norm`."""
+    return (_DETERMINISTIC_ADD_NORM if deterministic else _ADD_RMS_NORM)(x, residual, weight, eps)
 
 
 def silu_mul(x: Tensor) -> Tensor:
@@ -163,8 +203,16 @@ def paged_attention(
 
     The KV of this step is in the cache already. A query at position p sees positions p - window < j <= p; `softcap`
     replaces a score s by softcap * tanh(s / softcap); `sinks` [Hq] are scores without a value (gpt-oss).
+
+    Over a cache that is `deterministic`, a row of the result has the same bits in any step that computes it.
     """
-    return _PAGED_ATTENTION(q, cache, meta, scale, window, softcap, sinks)
+    attention = _DETERMINISTIC_ATTENTION if cache.deterministic else _PAGED_ATTENTION
+    return attention(q, cache, meta, scale, window, softcap, sinks)
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Log-probabilities in float32 of logits [R, V]. A row's depend on nothing but that row."""
+    return _LOG_SOFTMAX(logits)
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -192,17 +240,37 @@ def sample_tokens(
 
 
 def pack_weight(
-    weight: Tensor | QuantizedWeightLike, dtype: torch.dtype, device: torch.device | str = "cpu"
+    weight: Tensor | QuantizedWeightLike,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    deterministic: bool = False,
 ) -> PackedWeight:
     """Bring a weight [N, K] into the order of the fastest product for this device; `dtype` is that of the inputs.
 
-    Raises UserError for a quantization that no kernel serves.
+    deterministic: the product of a row is the same, bit by bit, whatever the other rows and however many they are.
+    Raises UserError for a quantization that no kernel serves, or a weight that no deterministic one does.
     """
     device = torch.device(device)
+    if deterministic:
+        return _pack_deterministic(weight, dtype, device)
     for layout in LAYOUTS:
         if layout.rejects(weight, dtype, device) is None:
             return layout.pack(weight, dtype, device)
     raise UserError(f"no layout takes a weight of shape {tuple(weight.shape)} in {dtype} on {device}")
+
+
+def _pack_deterministic(weight: Tensor | QuantizedWeightLike, dtype: torch.dtype, device: torch.device) -> PackedWeight:
+    reasons = []
+    for layout in DETERMINISTIC_LAYOUTS:
+        reason = layout.rejects(weight, dtype, device)
+        if reason is None:
+            return layout.pack(weight, dtype, device)
+        reasons.append(f"{layout.name}: {reason}")
+    raise UserError(
+        f"deterministic products serve bfloat16 inputs on a GPU, and any on a CPU, but no weight of shape "
+        f"{tuple(weight.shape)} in {dtype} on {device} ({'; '.join(reasons)}); leave deterministic out",
+        param="deterministic",
+    )
 
 
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -36,6 +36,7 @@ class KVCache:
     v: Tensor
     interleaved: bool = False
     descriptor: Any = field(default=None, repr=False, compare=False)  # of a kernel that needs one, made on first use
+    deterministic: bool = False  # attention over it gives a query the same bits in any step (`ops.paged_attention`)
 
     @classmethod
     def allocate(
@@ -48,6 +49,7 @@ class KVCache:
         device: torch.device | str = "cpu",
         *,
         interleaved: bool | None = None,
+        deterministic: bool = False,
     ) -> KVCache:
         """A zeroed cache; `interleaved=None` takes the order that the fastest attention kernel here reads."""
         if interleaved is None:
@@ -59,7 +61,8 @@ class KVCache:
             v_shape: tuple[int, ...] = (num_blocks, num_kv_heads, block_size // 2, head_dim, 2)
         else:
             k_shape = v_shape = (num_blocks, num_kv_heads, block_size, head_dim)
-        return cls(_zeros(k_shape, dtype, device), _zeros(v_shape, dtype, device), interleaved)
+        k, v = _zeros(k_shape, dtype, device), _zeros(v_shape, dtype, device)
+        return cls(k, v, interleaved, deterministic=deterministic)
 
     @property
     def num_blocks(self) -> int:

@@ -131,7 +131,10 @@ class TorchDense(PackedWeight):
         return self.weight.nbytes
 
     def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        return F.linear(x, self.weight, bias).to(out_dtype)
+        return self._product(x, self.weight, bias).to(out_dtype)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return self.weight[ids].to(dtype)
@@ -163,7 +166,10 @@ class TorchQuantized(PackedWeight):
     def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         if self.input_kind is not None:
             return self.linear_quantized(*reference.quantize_rows(x, self.input_kind), bias, out_dtype)
-        return F.linear(x, self.rows(slice(None), x.dtype), bias).to(out_dtype)
+        return self._product(x, self.rows(slice(None), x.dtype), bias).to(out_dtype)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
 
     def linear_quantized(
         self,
@@ -173,7 +179,7 @@ class TorchQuantized(PackedWeight):
         out_dtype: torch.dtype,
         residual: Tensor | None = None,
     ) -> Tensor:
-        y = F.linear(codes.float(), self.rows(slice(None), torch.float32)) * scale
+        y = self._product(codes.float(), self.rows(slice(None), torch.float32), None) * scale
         y = (y if bias is None else y + bias).to(out_dtype)
         return y if residual is None else residual.add_(y)
 

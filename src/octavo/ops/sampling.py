@@ -36,6 +36,11 @@ def argmax(logits: Tensor) -> Tensor:
     return torch.where(best.isnan(), -1, index)
 
 
+def log_softmax(logits: Tensor) -> Tensor:
+    """Log-probabilities in float32 of logits [R, V]."""
+    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+
+
 def sample_tokens(
     logits: Tensor,
     temperature: Tensor,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.ops.kv_cache import AttentionMetadata, KVCache
-from octavo.ops.triton import attention_cudnn
+from octavo.ops.triton import attention_cudnn, attention_deterministic
 from octavo.ops.triton.attention_decode import decode
 from octavo.ops.triton.attention_prefill import prefill
 
@@ -21,8 +22,10 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
-) -> Tensor:
+) -> Any:
     """As `octavo.ops.paged_attention`; rows of a decode whose `seq_lens` is 0 are zeros."""
+    if cache.deterministic:
+        return attention_deterministic.paged_attention(q, cache, meta, scale, window, softcap, sinks)
     if cache.interleaved or q.shape[1] % cache.num_kv_heads or q.shape[1] // cache.num_kv_heads > 64:
         return NotImplemented
     q = q.contiguous()
@@ -36,17 +39,20 @@ def paged_attention(
     if not (plain and attention_cudnn.serves(q, meta)):
         prefill(q, cache, meta, out, decodes, requests - decodes, q.shape[0] - decodes, scale, window, softcap, sinks)
         return out
-    lengths = meta.query_lens_host
-    assert lengths is not None
-    row = decodes
-    for is_long, run in groupby(range(decodes, requests), lambda s: lengths[s] >= attention_cudnn.MIN_ROWS):
-        members = list(run)
-        rows = sum(lengths[s] for s in members)
+    lengths, contexts = meta.query_lens_host, meta.seq_lens_host
+    assert lengths is not None and contexts is not None
+    # Requests of the same lengths share cuDNN's calls, all that lie between two of those a launch here.
+    kinds = groupby(zip(lengths[decodes:], contexts[decodes:], strict=True))
+    runs = [(rows, context, len(list(run))) for (rows, context), run in kinds]
+    first, row = decodes, decodes
+    for is_long, group in groupby(runs, lambda run: attention_cudnn.pays(q.shape[1], *run)):
+        members = list(group)
         if is_long:
-            for s in members:
-                attention_cudnn.attend_request(q, cache, meta, out, s, row, scale)
-                row += lengths[s]
+            for rows, _, count in members:
+                attention_cudnn.attend_requests(q, cache, meta, out, first, count, row, scale)
+                first, row = first + count, row + rows * count
         else:
-            prefill(q, cache, meta, out, members[0], len(members), rows, scale)
-            row += rows
+            count, total = sum(count for *_, count in members), sum(rows * count for rows, _, count in members)
+            prefill(q, cache, meta, out, first, count, total, scale)
+            first, row = first + count, row + total
     return out
