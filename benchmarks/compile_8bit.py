@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from octavo.ops.triton import elementwise, linear_8bit, quantize
+from octavo.ops.triton import elementwise, gemv_8bit, linear_8bit, quantize
 from octavo.ops.triton.runtime import Tile
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -74,9 +74,13 @@ def report(name: str, compiled: tuple[str, int], wanted: str = "") -> bool:
 
 def few_rows(tile: Tile, k: int, kind: str, with_extras: bool) -> tuple[str, int]:
     code, total = ("i8", "i32") if kind == "w8a8" else ("fp8e4nv", "fp32")
-    block_k, split = linear_8bit._parts(k, tile.k, tile.split)
+    block_k, split = linear_8bit._parts(k, tile.k, abs(tile.split))
     signature = {"codes": f"*{code}", "scale": "*fp32", "w": f"*{code}", "w_scale": "*fp32", "out": "*bf16"}
-    constants: dict[str, Any] = {}
+    constants: dict[str, Any] = {"x_tiles": None, "w_tiles": None}
+    if tile.split < 0:
+        signature["x_tiles"] = f"tensordesc<{code}[{tile.rows}, {block_k}]>"
+        signature["w_tiles"] = f"tensordesc<{code}[{tile.n}, {block_k}]>"
+        constants = {}
     for name, pointer in (("bias", "*bf16"), ("residual", "*bf16"), ("partial", f"*{total}"), ("counters", "*i32")):
         if split > 1 if name in ("partial", "counters") else with_extras:
             signature[name] = pointer
@@ -88,6 +92,21 @@ def few_rows(tile: Tile, k: int, kind: str, with_extras: bool) -> tuple[str, int
     constants |= {"SPLIT": split, "PDL": True}
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": True}
     return compile_kernel(linear_8bit.few_rows_kernel, signature, constants, options)
+
+
+def build_one(tile: Tile, k: int, kind: str, with_extras: bool) -> tuple[str, int]:
+    signature = {"codes": "*i32", "scale": "*fp32", "w": "*i32", "w_scale": "*fp32", "out": "*bf16"}
+    constants: dict[str, Any] = {}
+    for name in ("bias", "residual"):
+        if with_extras:
+            signature[name] = "*bf16"
+        else:
+            constants[name] = None
+    signature["N"] = "i32"
+    block_k = min(tile.k, triton.next_power_of_2(k))
+    constants |= {"K": k, "IS_INT": kind == "w8a8", "BLOCK_N": tile.n, "BLOCK_K": block_k, "PDL": True, "NATIVE": True}
+    options = {"num_warps": tile.warps, "launch_pdl": True}
+    return compile_kernel(gemv_8bit.gemv_8bit_kernel, signature, constants, options)
 
 
 def many_rows(tile: Tile, k: int, kind: str, with_extras: bool) -> tuple[str, int]:
@@ -114,38 +133,47 @@ def products(wanted: str) -> list[bool]:
     for kind in ("w8a8", "fp8"):
         for n, k in SHAPES:
             for m in linear_8bit.BUCKETS:
-                tile = linear_8bit.default_tile(n, k, m)
-                key = (kind, k if tile.split else 0, tile)
-                if key in seen or wanted not in f"{kind} {n}x{k} m{m}":
-                    continue
-                seen.add(key)
-                build = few_rows if tile.split else many_rows
-                name = f"{kind} {n}x{k} m{m} {tuple(tile)}"
-                results.append(report(name, build(tile, k, kind, m % 32 == 0), "wgmma"))
+                default = linear_8bit.default_tile(n, k, m)
+                others = gemv_8bit.candidates(k) if m == 1 else []
+                if default.split > 0 and m > 1:  # by tensor descriptors
+                    others = [Tile(default.rows, block, 128, -1, 4, stages) for block, stages in ((64, 6), (128, 4))]
+                for tile in (default, *others):
+                    key = (kind, k if tile.split else 0, tile)
+                    if key in seen or wanted not in f"{kind} {n}x{k} m{m}":
+                        continue
+                    seen.add(key)
+                    build = build_one if m == 1 else few_rows if tile.split else many_rows
+                    name = f"{kind} {n}x{k} m{m} {tuple(tile)}"
+                    results.append(report(name, build(tile, k, kind, m % 32 == 0), "wgmma" if m > 1 else ""))
     return results
 
 
 def rows(wanted: str) -> list[bool]:
     results = []
     for width in (576, 1024, 4096, 8192, 14336):
-        block, warps = quantize.row_launch(width)
-        options = {"num_warps": warps, "launch_pdl": True}
-        for kind, code in ((None, "bf16"), ("int8", "i8"), ("fp8", "fp8e4nv")):
+        for is_alone, kind, code in (
+            (alone, *of) for alone in (False, True) for of in ((None, "bf16"), ("int8", "i8"), ("fp8", "fp8e4nv"))
+        ):
+            block, warps = quantize.row_launch(width, is_alone)
+            options = {"num_warps": warps, "launch_pdl": True}
             if wanted not in f"rows {width} {kind}":
                 continue
             scale = {} if kind is None else {"scale": "*fp32"}
             none = {"scale": None} if kind is None else {}
             signature = {"x": "*bf16", "out": f"*{code}", "width": "i32", "x_stride": "i32"} | scale
             norm = signature | {"residual": "*bf16", "weight": "*bf16", "eps": "fp32"}
-            constants = {"BLOCK": block, "KIND": kind, "PDL": True} | none
+            constants = {"BLOCK": block, "KIND": kind, "PDL": True, "NATIVE": True} | none
             compiled = compile_kernel(elementwise.norm_kernel, norm, constants, options)
-            results.append(report(f"norm {width} {kind}", compiled))
+            results.append(report(f"norm {width} {kind} {warps}", compiled))
             compiled = compile_kernel(elementwise.gate_kernel, signature, constants | {"GATE": "silu"}, options)
-            results.append(report(f"gate {width} {kind}", compiled))
+            results.append(report(f"gate {width} {kind} {warps}", compiled))
             if kind is not None:
+                parts = constants | {"GATE": "silu", "PARTS": -(-width // elementwise.PART), "BLOCK": elementwise.PART}
+                compiled = compile_kernel(elementwise.gate_parts_kernel, signature, parts, options | {"num_warps": 8})
+                results.append(report(f"gate in parts {width} {kind}", compiled))
                 signature["codes"] = signature.pop("out")
                 compiled = compile_kernel(quantize.quantize_kernel, signature, constants, options)
-                results.append(report(f"quantize {width} {kind}", compiled))
+                results.append(report(f"quantize {width} {kind} {warps}", compiled))
     return results
 
 

@@ -1,11 +1,11 @@
 """8-bit products and elementwise kernels on a GPU: checked against exact sums, timed beside torch, best tiles written.
 
-    python benchmarks/gpu_linear8.py [--write] [--kinds w8a8,fp8] [--seconds 140]
+    python benchmarks/gpu_linear8.py [--write] [--kinds w8a8,fp8] [--seconds 100]
 
-Shapes are those of Llama-3.1-8B. Few rows are timed in a CUDA graph over weights that do not fit the second-level
-cache together; many rows one call after another. Kernels are compiled by many processes first. `--write` puts the best
-tiles into the table that `octavo.ops.triton.runtime` reads; entries of other kinds stay. Once `--seconds` are over,
-only the default tiles are still timed.
+Shapes are those of Llama-3.1-8B; at the end its stack of layers runs with the best tiles. All is timed in CUDA graphs
+over weights that do not fit the second-level cache together. Kernels are compiled by many processes first. `--write`
+puts the best tiles into the table that `octavo.ops.triton.runtime` reads; entries of other kinds stay. Once
+`--seconds` are over, only the default tiles are still timed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from gpu_stack8 import time_stack
 from torch import Tensor
 
 from octavo.ops import reference
-from octavo.ops.triton import elementwise, linear_8bit, quantize, runtime
+from octavo.ops.triton import elementwise, gemv_8bit, linear_8bit, quantize, runtime
 from octavo.ops.triton.runtime import Tile
-from octavo.ops.triton.weights_8bit import scaled_mm
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 ROWS = (1, 8, 32, 64, 128, 256, 1024, 8192)
 KINDS = {"w8a8": "int8", "fp8": "fp8"}
-IN_GRAPH = 256  # from here down, a graph over several copies of the weight
 CACHE_BYTES = 240 << 20
 PROCESSES = 14
 LIMITS = {"w8a8": 3e-3, "fp8": 1e-2}  # rounding to bfloat16 makes 1.7e-3, short sums of FP8 products some more
@@ -37,24 +36,36 @@ LIMITS = {"w8a8": 3e-3, "fp8": 1e-2}  # rounding to bfloat16 makes 1.7e-3, short
 
 def candidates(n: int, k: int, m: int) -> list[Tile]:
     """The default tile and some around it."""
-    default = linear_8bit.default_tile(n, k, next(rows for rows in linear_8bit.BUCKETS if m <= rows))
-    found = [default]
+    default = linear_8bit.default_tile(n, k, linear_8bit.bucket(m))
+    found = [default, *(gemv_8bit.candidates(k) if m == 1 else ())]
     if m <= 128:
-        rows = default.rows
-        blocks = (
-            [(64, 256, 4, 4), (64, 128, 4, 6), (128, 128, 4, 4)] if rows <= 32 else [(64, 128, 4, 4), (128, 128, 8, 4)]
-        )
-        for block_n, block_k, warps, stages in blocks:
+        rows = max(16, default.rows)
+        loads = [(64, 256, 4, 4), (64, 128, 4, 6)] if rows <= 32 else [(64, 128, 4, 4)]
+        tensors = [(64, 128, 4, 6), (128, 128, 8, 4)]  # by tensor descriptors
+        if rows <= 32:
+            tensors = [(64, 128, 4, 6), (64, 128, 4, 10), (64, 256, 4, 4), (128, 128, 4, 4), (128, 128, 4, 6)]
+        for sign, block_n, block_k, warps, stages in [(1, *b) for b in loads] + [(-1, *b) for b in tensors]:
             for programs in (132, 264, 528):
                 split = max(1, min(programs * block_n // n, k // (2 * block_k)))
-                found.append(Tile(rows, block_n, block_k, split, warps, stages))
+                found.append(Tile(rows, block_n, block_k, sign * split, warps, stages))
     if m >= 128:
         found += [Tile(128, 128, 128, 0, 8, 4), Tile(128, 128, 128, 0, 4, 4), Tile(128, 256, 128, 0, 8, 3)]
         found += [Tile(64, 128, 128, 0, 4, 4), Tile(128, 64, 128, 0, 4, 5), Tile(64, 256, 128, 0, 4, 4)]
     if m >= 1024:
         found = [tile for tile in found if tile.rows * tile.n >= 1 << 14] + [Tile(256, 128, 128, 0, 8, 3)]
-    fits = [t for t in found if (t.rows + t.n) * t.k * t.stages <= 200 << 10]
-    return list({linear_8bit._parts(k, t.k, t.split) + t[:2] + t[4:] if t.split else t: t for t in fits}.values())
+        found += [Tile(128, 128, 128, 0, 4, 5), Tile(128, 128, 128, 0, 8, 5), Tile(128, 256, 128, 0, 8, 4)]
+    if m >= 128:
+        found.append(linear_8bit.TORCH)
+    fits = [t for t in found if t.rows == 1 or (t.rows + t.n) * t.k * t.stages <= 200 << 10]
+    return list({key_of(t, k): t for t in fits}.values())
+
+
+def key_of(tile: Tile, k: int) -> Tile:
+    """The sizes as the kernel gets them for rows of k."""
+    if tile.split == 0:
+        return tile
+    block_k, split = linear_8bit._parts(k, tile.k, abs(tile.split))
+    return tile._replace(k=block_k, split=split if tile.split > 0 else -split)
 
 
 def operands(m: int, n: int, k: int, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -72,10 +83,11 @@ def compile_part(kinds: list[str], part: int) -> None:
         for n, k in SHAPES.values():
             for m in ROWS:
                 for tile in candidates(n, k, m):
-                    parts = linear_8bit._parts(k, tile.k, tile.split) if tile.split else ()
-                    seen.add((kind, k, parts, tile if not tile.split else tile._replace(split=parts[1])))
-    for kind, k, _, tile in sorted(seen)[part::PROCESSES]:
-        codes, scale, w, w_scale = operands(16, 256, k, kind)
+                    seen.add((kind, k, key_of(tile, k)))
+    for kind, k, tile in sorted(seen)[part::PROCESSES]:
+        if tile == linear_8bit.TORCH:
+            continue
+        codes, scale, w, w_scale = operands(1 if tile.rows == 1 else 16, 256, k, kind)
         try:
             linear_8bit.linear_8bit(codes, scale, w, w_scale, None, torch.bfloat16, tile=tile)
             torch.cuda.synchronize()
@@ -92,33 +104,24 @@ def compile_all(kinds: list[str]) -> None:
         worker.join()
 
 
-def microseconds(call: Callable[[int], object], copies: int, in_graph: bool) -> float:
-    """The best of several runs over all copies, per call."""
+def microseconds(call: Callable[[int], object], copies: int) -> float:
+    """The best of several runs of a graph over all copies, per call."""
     for copy in range(min(copies, 2)):
         call(copy)
     torch.cuda.synchronize()
-    if in_graph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for copy in range(copies):
-                call(copy)
-        run, calls, repeats = graph.replay, copies, 8
-    else:
-
-        def run() -> None:
-            for copy in range(copies):
-                call(copy)
-
-        calls, repeats = copies, 3
-    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for copy in range(copies):
+            call(copy)
+    graph.replay()
     times = []
-    for _ in range(repeats):
+    for _ in range(6):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        run()
+        graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
+        times.append(start.elapsed_time(end) * 1e3 / copies)
     return min(times)
 
 
@@ -153,10 +156,11 @@ class Case:
             w = self.copies[copy % len(self.copies)]
             return linear_8bit.linear_8bit(codes, scale, w, self.w_scale, None, torch.bfloat16, tile=tile)
 
-        return microseconds(call, self.calls(m), m <= IN_GRAPH)
+        return microseconds(call, self.calls)
 
-    def calls(self, m: int) -> int:
-        return max(len(self.copies), 6) if m <= IN_GRAPH else 5
+    @property
+    def calls(self) -> int:
+        return max(len(self.copies), 6)
 
     def time_torch(self, m: int) -> float:
         """torch's product with its epilogue; rows are padded to what it takes."""
@@ -165,15 +169,15 @@ class Case:
         def call(copy: int) -> Tensor:
             w = self.copies[copy % len(self.copies)]
             if self.kind == "fp8":
-                return scaled_mm(codes, scale, w, self.w_scale, None)
+                return linear_8bit.scaled_mm(codes, scale, w, self.w_scale, None)
             return (torch._int_mm(codes, w.t()) * scale * self.w_scale).to(torch.bfloat16)
 
-        return microseconds(call, self.calls(m), m <= IN_GRAPH)
+        return microseconds(call, self.calls)
 
     def time_bf16(self, m: int) -> float:
         x = torch.randn(m, self.k, device="cuda").bfloat16()
         copies = [self.bf16, *(self.bf16.clone() for _ in range(CACHE_BYTES // (2 * self.n * self.k)))]
-        return microseconds(lambda copy: F.linear(x, copies[copy % len(copies)]), self.calls(m), m <= IN_GRAPH)
+        return microseconds(lambda copy: F.linear(x, copies[copy % len(copies)]), self.calls)
 
 
 def measure(kind: str, name: str, deadline: float) -> list[dict[str, object]]:
@@ -183,7 +187,7 @@ def measure(kind: str, name: str, deadline: float) -> list[dict[str, object]]:
     entries = []
     for m in ROWS:
         best: tuple[float, Tile, float] | None = None
-        tiles = candidates(n, k, m)
+        tiles = [tile for tile in candidates(n, k, m) if kind == "fp8" or tile != linear_8bit.TORCH]
         for tile in tiles if time.monotonic() < deadline else tiles[:1]:
             try:
                 error = case.check(m, tile)
@@ -205,14 +209,16 @@ def measure(kind: str, name: str, deadline: float) -> list[dict[str, object]]:
             f"bf16 {case.time_bf16(m):8.1f} us  {tuple(tile)}  error {error:.1e}",
             flush=True,
         )
-        if m > 1:
-            bucket = next(rows for rows in linear_8bit.BUCKETS if m <= rows)
-            entries.append({"kind": kind, "n": n, "k": k, "m": bucket, "tile": list(tile)})
+        entries.append({"kind": kind, "n": n, "k": k, "m": linear_8bit.bucket(m), "tile": list(tile)})
     return entries
 
 
 def check_elementwise(x: Tensor, wide: Tensor, weight: Tensor) -> None:
-    """Against the reference, and the fused rounding bit by bit."""
+    """Against the reference, and the fused rounding bit by bit but for few codes.
+
+    A sum of squares added in another order moves a number of the norm to its neighbour now and then, and its code with
+    it; a scale is the largest number's.
+    """
     plain = elementwise.rms_norm(x, weight, 1e-5)
     torch.testing.assert_close(plain, reference.rms_norm(x, weight, 1e-5), rtol=8e-3, atol=1e-3)
     torch.testing.assert_close(elementwise.silu_mul(wide), reference.silu_mul(wide), rtol=8e-3, atol=1e-3)
@@ -222,7 +228,7 @@ def check_elementwise(x: Tensor, wide: Tensor, weight: Tensor) -> None:
         for (codes, scale), value in pairs:
             wanted, wanted_scale = reference.quantize_rows(value, kind)
             different = int((codes.view(torch.uint8) != wanted.view(torch.uint8)).sum() + (scale != wanted_scale).sum())
-            if different:
+            if different > 1e-6 * codes.numel():
                 print(f"  WRONG {kind}: {different} of {codes.numel()} codes and scales differ from the reference")
 
 
@@ -245,7 +251,7 @@ def measure_elementwise(rows: int) -> None:
         ("torch silu_mul", lambda: F.silu(wide[:, :14336]) * wide[:, 14336:], 3 * wide.numel()),
     ]
     for name, call, num_bytes in calls:
-        spent = microseconds(lambda _, call=call: call(), 20, True)  # type: ignore[misc]
+        spent = microseconds(lambda _, call=call: call(), 20)  # type: ignore[misc]
         print(f"{name:18} {rows:5} rows {spent:8.2f} us {num_bytes / spent / 1e6:6.2f} TB/s")
 
 
@@ -254,7 +260,7 @@ def write(entries: list[dict[str, object]]) -> Path:
     path = Path(runtime.__file__).parent / "tuned" / f"{torch.cuda.get_device_name().replace(' ', '_')}.json"
     path.parent.mkdir(exist_ok=True)
     kept = json.loads(path.read_text()) if path.is_file() else []
-    table = {(e["kind"], e["n"], e["k"], e["m"]): e for e in [*kept, *entries]}
+    table = {(e["kind"], e.get("n", 0), e.get("k", 0), e["m"]): e for e in [*kept, *entries]}
     lines = [json.dumps(table[key]) for key in sorted(table)]
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
     return path
@@ -264,7 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put the best tiles into the table of this GPU")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds to measure")
-    parser.add_argument("--seconds", type=float, default=140, help="time after which only default tiles are timed")
+    parser.add_argument("--seconds", type=float, default=100, help="time after which only default tiles are timed")
     arguments = parser.parse_args()
     start = time.monotonic()
     kinds = arguments.kinds.split(",")
@@ -279,6 +285,14 @@ def main() -> None:
             entries += measure(kind, name, start + arguments.seconds - 15)
     if arguments.write:
         print("written:", write(entries))
+    for entry in entries:
+        tile = Tile(*entry["tile"])  # type: ignore[misc]
+        runtime.tuned_tiles()[str(entry["kind"]), entry["n"], entry["k"], entry["m"]] = tile  # type: ignore[index]
+    linear_8bit.tile_8bit.cache_clear()
+    for kind in kinds:
+        for rows in (1, 8, 32):
+            time_stack(kind, rows)
+            torch.cuda.empty_cache()
     print(f"{time.monotonic() - start:.0f} s in all")
 
 

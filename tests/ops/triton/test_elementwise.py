@@ -112,3 +112,22 @@ def test_fused_rounding_equals_the_separate_operations(width: int, kind: str, de
     assert_same_codes(elementwise.silu_mul_quant(wide, kind), expected)
     expected = quantize.quantize_rows(elementwise.gelu_tanh_mul(wide), kind)
     assert_same_codes(elementwise.gated_quant(wide, "gelu_tanh", kind), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 3, 140])
+def test_wide_rows_are_rounded_in_parts_when_there_are_few(rows: int, kind: str, device: torch.device) -> None:
+    wide = random(rows, 2 * 2500, torch.bfloat16, device, 2)
+    expected = quantize.quantize_rows(elementwise.silu_mul(wide), kind)
+    assert_same_codes(elementwise.silu_mul_quant(wide, kind), expected)
+
+
+@pytest.mark.gpu
+def test_quotients_are_those_of_a_division(device: torch.device) -> None:
+    """Of all bfloat16 magnitudes up to a row's largest, for scales of many sizes."""
+    numbers = torch.arange(0, 1 << 15, device=device).to(torch.int16).view(torch.bfloat16).float()
+    for largest in (1e-20, 0.3, 1.0, 7.7, 448.0, 3e8):
+        row = torch.where(numbers <= largest, numbers, 0)[None].repeat(64, 1)
+        row = (row * torch.linspace(1, 2, 64, device=device)[:, None]).contiguous()
+        for kind in KINDS:
+            assert_same_codes(quantize.quantize_rows(row, kind), reference.quantize_rows(row, kind))

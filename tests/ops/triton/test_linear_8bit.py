@@ -12,7 +12,8 @@ from octavo.ops.triton.linear_8bit import default_tile, linear_8bit
 from octavo.ops.triton.runtime import Tile
 
 KINDS = ("int8", "fp8")
-FEW = (Tile(16, 64, 64, 1, 4, 2), Tile(16, 32, 32, 3, 4, 2), Tile(32, 64, 128, 2, 4, 2))
+ONE = (Tile(1, 4, 64, 1, 4, 1), Tile(1, 8, 256, 1, 4, 1))
+FEW = (Tile(16, 64, 64, 1, 4, 2), Tile(16, 32, 32, 3, 4, 2), Tile(32, 64, 128, 2, 4, 2), Tile(16, 32, 64, -2, 4, 2))
 MANY = (Tile(32, 32, 64, 0, 4, 2), Tile(64, 256, 32, 0, 4, 2))
 
 
@@ -48,6 +49,34 @@ def test_products(m: int, n: int, k: int, tile: Tile, kind: str, device: torch.d
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tile", ONE)
+@pytest.mark.parametrize(("n", "k"), [(96, 192), (30, 144), (8, 256)])
+def test_one_row(n: int, k: int, tile: Tile, kind: str, device: torch.device) -> None:
+    codes, scale, weight, weight_scale, exact = operands(1, n, k, kind, device)
+    y = linear_8bit(codes, scale, weight, weight_scale, None, torch.float32, tile=tile)
+    assert relative_error(y, exact) < 1e-6
+    generator = torch.Generator().manual_seed(3)
+    bias, residual = (torch.randn(size, generator=generator).bfloat16().to(device) for size in [(n,), (1, n)])
+    expected = exact + bias.double() + residual.double()
+    assert linear_8bit(codes, scale, weight, weight_scale, bias, torch.bfloat16, residual, tile) is residual
+    assert relative_error(residual, expected) < 8e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_row_of_every_code(kind: str, device: torch.device) -> None:
+    """All pairs of E4M3 numbers, or of int8 codes."""
+    every = torch.arange(256).to(torch.uint8)
+    if kind == "fp8":
+        every[every % 128 == 127] = 0  # not numbers
+    codes = every[None].view(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
+    weight = torch.stack([every.roll(i) for i in range(256)]).view(codes.dtype)
+    exact = codes.double() @ weight.double().T
+    ones = torch.ones(256, device=device)
+    y = linear_8bit(codes.to(device), ones[:1, None], weight.to(device), ones, None, torch.float32, tile=ONE[0])
+    assert float((y.cpu().double() - exact).abs().max() / exact.abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tile", [FEW[0], FEW[1], *MANY])
 def test_bias_residual_and_rounding(tile: Tile, kind: str, device: torch.device) -> None:
     codes, scale, weight, weight_scale, exact = operands(7, 80, 96, kind, device)
@@ -75,6 +104,7 @@ def test_default_tiles_and_no_rows(kind: str, device: torch.device) -> None:
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (28672, 4096), (576, 576), (64, 64)])
 @pytest.mark.parametrize("m", [16, 64, 128, 256, 8192])
 def test_default_tiles_fit_the_kernels(n: int, k: int, m: int) -> None:
+    assert default_tile(n, k, 1).rows == 1
     tile = default_tile(n, k, m)
     assert tile.rows >= 16
     assert (tile.split == 0) == (m > 128)

@@ -13,8 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.ops.triton import runtime
-from octavo.ops.triton.gemv import activate
-from octavo.ops.triton.quantize import empty_codes, row_launch, store_codes
+from octavo.ops.triton.quantize import ALONE, codes_of, empty_codes, row_launch, row_scale, store_codes
 
 MAX_WIDTH = 1 << 16  # a wider row does not fit the registers of a program
 PART = 2048  # columns a program of a gated activation that nobody quantizes
@@ -23,15 +22,16 @@ PART = 2048  # columns a program of a gated activation that nobody quantizes
 @triton.jit
 def norm_kernel(
     x, residual, weight, out, scale, width, x_stride, eps,
-    BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """RMS norm of a row of x, or of residual + x where there is a residual, which gets that sum."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
+    gain = tl.load(weight + column, mask=inside, other=0)  # a weight of the model: no kernel ahead writes it
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     value = tl.load(x + row * x_stride + column, mask=inside, other=0)
     if residual is not None:
         place = residual + row * width + column
@@ -39,17 +39,61 @@ def norm_kernel(
         tl.store(place, value, mask=inside)
     y = value.to(tl.float32)
     y *= tl.rsqrt(tl.sum(y * y) / width + eps)
-    y *= tl.load(weight + column, mask=inside, other=0).to(tl.float32)
+    y *= gain.to(tl.float32)
     if KIND is None:
         tl.store(out + row * width + column, y.to(out.dtype.element_ty), mask=inside)
     else:
-        store_codes(y.to(value.dtype).to(tl.float32), out, scale, row, column, inside, width, KIND)
+        store_codes(_round(y, value, NATIVE), out, scale, row, column, inside, width, KIND, NATIVE)
+
+
+@triton.jit
+def _activate(gate, up, GATE: tl.constexpr, NATIVE: tl.constexpr):
+    """silu(gate) * up, or GELU with its tanh approximation: 0.5 (1 + tanh(z)) is sigmoid(2 z).
+
+    exp and the division come straight from the hardware's approximations, within 2 units in the last place: with what
+    the compiler puts around them for denormal numbers, a rounded row took longer to compute than to read.
+    """
+    if GATE == "silu":
+        z = gate
+    else:
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    if NATIVE:
+        sigmoid = tl.inline_asm_elementwise(
+            """{
+            .reg .f32 e;
+            mul.f32 e, $1, 0fBFB8AA3B;
+            ex2.approx.ftz.f32 e, e;
+            add.f32 e, e, 0f3F800000;
+            rcp.approx.ftz.f32 $0, e;
+            }""",
+            "=f,f",
+            [z],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        sigmoid = 1 / (1 + tl.exp(-z))
+    return gate * sigmoid * up
+
+
+@triton.jit
+def _round(y, like, NATIVE: tl.constexpr):
+    """y in the dtype of `like`; bfloat16 two at a time, since the compiler takes a slow instruction for single ones."""
+    if NATIVE and like.dtype == tl.bfloat16:
+        y = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [y], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        y = y.to(like.dtype)
+    return y
 
 
 @triton.jit
 def gate_kernel(
-    x, out, scale, width, x_stride, BLOCK: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr
-):
+    x, out, scale, width, x_stride,
+    BLOCK: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """activation(x[:width]) * x[width:] of a row; program (row, part of its columns)."""
     if PDL:
         gdc_wait()
@@ -59,11 +103,49 @@ def gate_kernel(
     inside = column < width
     gate = tl.load(x + row * x_stride + column, mask=inside, other=0)
     up = tl.load(x + row * x_stride + width + column, mask=inside, other=0)
-    y = activate(gate.to(tl.float32), up.to(tl.float32), GATE).to(gate.dtype)
+    y = _round(_activate(gate.to(tl.float32), up.to(tl.float32), GATE, NATIVE), gate, NATIVE)
     if KIND is None:
         tl.store(out + row * width + column, y, mask=inside)
     else:
-        store_codes(y.to(tl.float32), out, scale, row, column, inside, width, KIND)
+        store_codes(y, out, scale, row, column, inside, width, KIND, NATIVE)
+
+
+@triton.jit
+def _largest_gated(
+    x, row, part, width, x_stride, largest, BLOCK: tl.constexpr, GATE: tl.constexpr, NATIVE: tl.constexpr
+):
+    """The elementwise maximum of `largest` and the magnitudes of one part of an activated row; and the part itself."""
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(x + row * x_stride + column, mask=inside, other=0)
+    up = tl.load(x + row * x_stride + width + column, mask=inside, other=0)
+    y = _round(_activate(gate.to(tl.float32), up.to(tl.float32), GATE, NATIVE), gate, NATIVE).to(tl.float32)
+    return tl.maximum(largest, tl.abs(y)), y
+
+
+@triton.jit
+def gate_parts_kernel(
+    x, out, scale, width, x_stride,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """The codes of one part of an activated row. Every program of a row finds the largest magnitude of all of it.
+
+    For few rows: one multiprocessor takes longer to round a wide row than several take to look at all of it.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    mine = tl.program_id(1)
+    largest, y = _largest_gated(x, row, mine, width, x_stride, tl.zeros([BLOCK], tl.float32), BLOCK, GATE, NATIVE)
+    for i in tl.static_range(1, PARTS):
+        part = (mine + i) % PARTS
+        largest, _ = _largest_gated(x, row, part, width, x_stride, largest, BLOCK, GATE, NATIVE)
+    factor = row_scale(tl.max(largest), KIND)
+    column = mine * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + row * width + column, codes_of(y, factor, KIND, NATIVE), mask=column < width)
+    tl.store(scale + row, factor, mask=mine == 0)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -78,11 +160,12 @@ def _norm(
     rows, width = x.shape
     if rows == 0:
         return
-    block, warps = row_launch(width)
+    block, warps = row_launch(width, rows <= ALONE)
     pdl = runtime.uses_dependent_launch(x.device)
     norm_kernel[(rows,)](
-        x, residual, weight, out, scale, width, x.stride(0), eps, block, kind, pdl, num_warps=warps, launch_pdl=pdl
-    )
+        x, residual, weight, out, scale, width, x.stride(0), eps, block, kind, pdl, runtime.is_native(),
+        num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -135,8 +218,9 @@ def _gated(x: Tensor, gate: str) -> Tensor:
     if x.shape[0] > 0:
         pdl = runtime.uses_dependent_launch(x.device)
         gate_kernel[(x.shape[0], triton.cdiv(width, block))](
-            x, out, None, width, x.stride(0), block, gate, None, pdl, num_warps=max(1, block // 512), launch_pdl=pdl
-        )
+            x, out, None, width, x.stride(0), block, gate, None, pdl, runtime.is_native(),
+            num_warps=max(1, block // 512), launch_pdl=pdl,
+        )  # fmt: skip
     return out
 
 
@@ -150,10 +234,15 @@ def gated_quant(x: Tensor, gate: str, kind: str) -> tuple[Tensor, Tensor]:
     x = _rows(x)
     rows, width = x.shape[0], x.shape[1] // 2
     codes, scale = empty_codes(rows, width, kind, x.device)
-    if rows > 0:
-        block, warps = row_launch(width)
-        pdl = runtime.uses_dependent_launch(x.device)
-        gate_kernel[(rows, 1)](
-            x, codes, scale, width, x.stride(0), block, gate, kind, pdl, num_warps=warps, launch_pdl=pdl
-        )
+    if rows == 0:
+        return codes, scale
+    pdl = runtime.uses_dependent_launch(x.device)
+    parts = triton.cdiv(width, PART)
+    arguments = (x, codes, scale, width, x.stride(0))
+    constants = (gate, kind, pdl, runtime.is_native())
+    if parts > 1 and rows * parts <= ALONE:
+        gate_parts_kernel[(rows, parts)](*arguments, parts, PART, *constants, num_warps=8, launch_pdl=pdl)
+    else:
+        block, warps = row_launch(width, rows <= ALONE)
+        gate_kernel[(rows, 1)](*arguments, block, *constants, num_warps=warps, launch_pdl=pdl)
     return codes, scale

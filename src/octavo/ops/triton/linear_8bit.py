@@ -1,12 +1,13 @@
 """Products of 8-bit rows and 8-bit weights: int8 with sums in int32, E4M3 with sums in float32.
 
-y[m, n] = scale[m] * w_scale[n] * sum_k codes[m, k] w[n, k] + bias[n], rounded once, all in one launch. Two kernels:
+y[m, n] = scale[m] * w_scale[n] * sum_k codes[m, k] w[n, k] + bias[n], rounded once, all in one launch. Three kernels:
 
+* One row: no matrix units, `gemv_8bit.py`.
 * Few rows: reading W once is what takes the time. W is the large operand of the matrix units and the rows, padded to
   16, the small one. K is split where N gives too few programs, and the last program of a split to arrive adds the sums
   of all parts in a fixed order, so that the result does not depend on who comes first.
 * Many rows: one program a multiprocessor walks over the tiles of y, in groups whose operands stay in the second-level
-  cache; tensor descriptors (TMA) bring the operands.
+  cache; tensor descriptors (TMA) bring the operands. Where the table says so, torch multiplies FP8 instead.
 
 With PDL (programmatic dependent launch) a program asks for its weights while the kernel ahead still runs.
 """
@@ -23,9 +24,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.ops.triton import runtime
+from octavo.ops.triton.gemv_8bit import launch_one
 from octavo.ops.triton.runtime import Tile
 
-BUCKETS = (16, 32, 64, 128, 256, 1024, 8192)  # numbers of rows with tiles of their own
+BUCKETS = (1, 16, 32, 64, 128, 256, 1024, 8192)  # numbers of rows with tiles of their own
+TORCH = Tile(0, 0, 0, 0, 0, 0)  # stands for torch's own product in the table
 GROUP = 8  # blocks of rows that are walked over together
 PREFETCH = tl.constexpr(1024)  # bytes of a row of W to ask for ahead
 
@@ -70,11 +73,14 @@ def _finish(total, factor, w_factor, shift, residual, out, m, n, M, N):
 
 @triton.jit(do_not_specialize=["M"])
 def few_rows_kernel(
-    codes, scale, w, w_scale, bias, residual, out, partial, counters, M, N,
+    codes, scale, w, x_tiles, w_tiles, w_scale, bias, residual, out, partial, counters, M, N,
     K: tl.constexpr, SUM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """codes [M, K] to out [M, N]; program (tile of N, part of K, tile of M)."""
+    """codes [M, K] to out [M, N]; program (tile of N, part of K, tile of M).
+
+    x_tiles, w_tiles: tensor descriptors of codes and w that bring the operands, or None for loads by threads.
+    """
     TILES: tl.constexpr = (K + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
     EVEN: tl.constexpr = K % (BLOCK_K * SPLIT) == 0
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -92,7 +98,10 @@ def few_rows_kernel(
     total = tl.zeros([BLOCK_N, BLOCK_M], SUM)
     for i in range(TILES):
         k = first + i * BLOCK_K + tl.arange(0, BLOCK_K)
-        if EVEN:
+        if w_tiles is not None:
+            weight = w_tiles.load([tl.program_id(0) * BLOCK_N, first + i * BLOCK_K])
+            x = x_tiles.load([tl.program_id(2) * BLOCK_M, first + i * BLOCK_K]).T
+        elif EVEN:
             weight = tl.load(w_row + k[None, :])
             x = tl.load(x_row + k[:, None])
         else:
@@ -181,12 +190,31 @@ def linear_8bit(
     kind = "w8a8" if codes.dtype == torch.int8 else "fp8"
     if tile is None:
         tile = tile_8bit(kind, n, k, rows)
+    if tile == TORCH:
+        if takes_scaled_mm(codes, weight, out_dtype):
+            y = scaled_mm(codes, scale, weight, weight_scale, bias)
+            return y if residual is None else residual.add_(y)
+        tile = default_tile(n, k, bucket(rows))
     out = torch.empty((rows, n), dtype=out_dtype, device=codes.device) if residual is None else residual
     assert out.dtype is out_dtype and out.is_contiguous()
     if rows > 0:
-        launch = _launch_many if tile.split == 0 else _launch_few
+        launch = launch_one if tile.rows == 1 else _launch_many if tile.split == 0 else _launch_few
         launch(codes, scale, weight, weight_scale, bias, residual, out, tile)
     return out
+
+
+def takes_scaled_mm(codes: Tensor, weight: Tensor, out_dtype: torch.dtype) -> bool:
+    """Whether torch has this product: FP8 by rows, with a bfloat16 result, in multiples of 16."""
+    is_fp8 = codes.dtype == torch.float8_e4m3fn and codes.device.type == "cuda"
+    return is_fp8 and weight.shape[0] % 16 == 0 and out_dtype is torch.bfloat16
+
+
+def scaled_mm(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """torch's FP8 product by rows: codes [M, K], scale [M, 1], weight [N, K], weight_scale [N] to bfloat16 [M, N]."""
+    bias = None if bias is None else bias.to(torch.bfloat16)
+    return torch._scaled_mm(
+        codes, weight.t(), scale, weight_scale[None], bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
 
 
 def _launch_few(
@@ -194,7 +222,11 @@ def _launch_few(
     tile: Tile,
 ) -> None:  # fmt: skip
     (rows, k), n = codes.shape, w.shape[0]
-    block_k, split = _parts(k, tile.k, tile.split)
+    block_k, split = _parts(k, tile.k, abs(tile.split))
+    x_tiles = w_tiles = None
+    if tile.split < 0:
+        x_tiles = TensorDescriptor(codes, [rows, k], [k, 1], [tile.rows, block_k])
+        w_tiles = TensorDescriptor(w, [n, k], [k, 1], [tile.n, block_k])
     columns, blocks = triton.cdiv(n, tile.n), triton.cdiv(rows, tile.rows)
     sums = _sums(codes)
     partial = counters = None
@@ -204,7 +236,7 @@ def _launch_few(
         counters = runtime.counters(codes.device, columns * blocks)
     pdl = runtime.uses_dependent_launch(codes.device)
     few_rows_kernel[(columns, split, blocks)](
-        codes, scale, w, w_scale, bias, residual, out, partial, counters, rows, n, k, sums,
+        codes, scale, w, x_tiles, w_tiles, w_scale, bias, residual, out, partial, counters, rows, n, k, sums,
         tile.rows, tile.n, block_k, split, pdl, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
     )  # fmt: skip
 
@@ -240,16 +272,25 @@ def _parts(k: int, block_k: int, split: int) -> tuple[int, int]:
 
 @functools.cache
 def tile_8bit(kind: str, n: int, k: int, m: int) -> Tile:
-    """The sizes for m rows and a weight [n, k] of kind "w8a8" or "fp8", from the table of this GPU.
+    """The sizes for m rows and a weight [n, k] of kind "w8a8" or "fp8", from the table of this GPU, or `TORCH`.
 
-    Parts of K (`Tile.split`) are 0 for the kernel of many rows.
+    One row (`Tile.rows`) means the kernel without matrix units, no parts of K (`Tile.split`) the kernel of many rows,
+    and less than none that tensor descriptors bring the operands of the kernel of few rows.
     """
-    key = next((rows for rows in BUCKETS if m <= rows), BUCKETS[-1])
-    return runtime.tuned_tiles().get((kind, n, k, key)) or default_tile(n, k, key)
+    key = bucket(m)
+    untuned = TORCH if kind == "fp8" and m > 128 else default_tile(n, k, key)
+    return runtime.tuned_tiles().get((kind, n, k, key), untuned)
+
+
+def bucket(m: int) -> int:
+    """The smallest number of rows with tiles of its own that is at least m."""
+    return next((rows for rows in BUCKETS if m <= rows), BUCKETS[-1])
 
 
 def default_tile(n: int, k: int, m: int) -> Tile:
     """Sizes for a shape that nobody measured: about two programs a multiprocessor of an H200, or its largest tiles."""
+    if m == 1:
+        return Tile(1, 8 if n >= 8 * 528 else 4, 4096 if k <= 4096 else 2048, 1, 8, 1)
     if m > 128:
         for tile in (Tile(128, 256, 128, 0, 8, 3), Tile(128, 128, 128, 0, 8, 4), Tile(128, 64, 128, 0, 4, 4)):
             if -(-m // tile.rows) * -(-n // tile.n) >= 132:

@@ -13,28 +13,54 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from octavo.ops.triton import runtime
 
 CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+ALONE = 132  # up to about so many rows, a row has a multiprocessor to itself
 
 _TINY = tl.constexpr(1.1754943508222875e-38)
-_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and taken away, it leaves a whole number, ties to even
+_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added, it leaves a whole number in the low bits, ties to even
 
 
 @triton.jit
-def store_codes(y, codes, scale, row, column, inside, width, KIND: tl.constexpr):
-    """Write the codes of a row y (float32, 0 outside) and its scale."""
+def row_scale(largest, KIND: tl.constexpr):
+    """The scale of a row whose largest magnitude is given."""
     LARGEST: tl.constexpr = 448.0 if KIND == "fp8" else 127.0
-    factor = tl.maximum(tl.math.div_rn(tl.max(tl.abs(y)), LARGEST), _TINY)
-    quotient = tl.math.div_rn(y, factor)
-    if KIND == "fp8":
-        code = tl.minimum(tl.maximum(quotient, -448.0), 448.0).to(tl.float8e4nv)
+    return tl.maximum(tl.math.div_rn(largest, LARGEST), _TINY)
+
+
+@triton.jit
+def codes_of(y, factor, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """The codes of numbers y (float32) under the scale of their row, so that no quotient rounds past the largest code.
+
+    The quotient is the one of an IEEE division: the reciprocal's product, corrected twice by its exact remainder
+    (P. Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). One reciprocal
+    a row instead of one a number: a division each took as long as reading the row.
+    """
+    if NATIVE:
+        inverse = tl.math.div_rn(1.0, factor)
+        quotient = y * inverse
+        quotient = tl.fma(tl.fma(-quotient, factor, y), inverse, quotient)
+        quotient = tl.fma(tl.fma(-quotient, factor, y), inverse, quotient)
     else:
-        whole = (tl.minimum(tl.maximum(quotient, -128.0), 127.0) + _ROUND) - _ROUND
-        code = whole.to(tl.int8)
-    tl.store(codes + row * width + column, code, mask=inside)
+        quotient = tl.math.div_rn(y, factor)
+    if KIND == "fp8":
+        return quotient.to(tl.float8e4nv)
+    else:
+        return (quotient + _ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def store_codes(y, codes, scale, row, column, inside, width, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """Write the codes of a row y (0 outside) and its scale."""
+    y = y.to(tl.float32)
+    factor = row_scale(tl.max(tl.abs(y)), KIND)
+    tl.store(codes + row * width + column, codes_of(y, factor, KIND, NATIVE), mask=inside)
     tl.store(scale + row, factor)
 
 
 @triton.jit
-def quantize_kernel(x, codes, scale, width, x_stride, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
+def quantize_kernel(
+    x, codes, scale, width, x_stride,
+    BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """A row of x to codes."""
     if PDL:
         gdc_wait()
@@ -42,8 +68,8 @@ def quantize_kernel(x, codes, scale, width, x_stride, BLOCK: tl.constexpr, KIND:
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    y = tl.load(x + row * x_stride + column, mask=inside, other=0).to(tl.float32)
-    store_codes(y, codes, scale, row, column, inside, width, KIND)
+    y = tl.load(x + row * x_stride + column, mask=inside, other=0)
+    store_codes(y, codes, scale, row, column, inside, width, KIND, NATIVE)
 
 
 def empty_codes(rows: int, width: int, kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -53,10 +79,10 @@ def empty_codes(rows: int, width: int, kind: str, device: torch.device) -> tuple
 
 
 @functools.cache
-def row_launch(width: int) -> tuple[int, int]:
-    """(columns of a program, warps) for a whole row: up to 32 numbers a thread, then more."""
+def row_launch(width: int, is_alone: bool) -> tuple[int, int]:
+    """(columns of a program, warps) for a whole row: 8 numbers a thread where a row is alone, 32 where many wait."""
     block = triton.next_power_of_2(width)
-    return block, max(1, min(16, block // 512))
+    return block, max(1, min(32, block // 256) if is_alone else min(16, block // 512))
 
 
 def quantize_rows(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -65,7 +91,9 @@ def quantize_rows(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
     codes, scale = empty_codes(rows, width, kind, x.device)
     if rows > 0:
-        block, warps = row_launch(width)
+        block, warps = row_launch(width, rows <= ALONE)
         pdl = runtime.uses_dependent_launch(x.device)
-        quantize_kernel[(rows,)](x, codes, scale, width, x.stride(0), block, kind, pdl, num_warps=warps, launch_pdl=pdl)
+        quantize_kernel[(rows,)](
+            x, codes, scale, width, x.stride(0), block, kind, pdl, runtime.is_native(), num_warps=warps, launch_pdl=pdl
+        )
     return codes, scale

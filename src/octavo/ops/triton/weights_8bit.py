@@ -8,8 +8,6 @@ from torch import Tensor
 from octavo.ops.packed_weight import PackedWeight, QuantizedWeightLike, input_kind
 from octavo.ops.triton import runtime
 
-# From here on cuBLAS multiplies FP8; with fewer rows it reads weights at half the speed of the memory.
-SCALED_MM_FROM = 129
 NAMES = {"int8": "triton int8 x int8", "fp8": "triton fp8 x fp8"}
 
 _quantize_rows = runtime.lazy("quantize", "quantize_rows")
@@ -51,28 +49,11 @@ class Triton8Bit(PackedWeight):
         out_dtype: torch.dtype,
         residual: Tensor | None = None,
     ) -> Tensor:
-        if self._takes_scaled_mm(codes, out_dtype):
-            y = scaled_mm(codes, scale, self.data, self.scale, bias)
-            return y if residual is None else residual.add_(y)
         return _linear(codes, scale, self.data, self.scale, bias, out_dtype, residual)
-
-    def _takes_scaled_mm(self, codes: Tensor, out_dtype: torch.dtype) -> bool:
-        """Whether torch has this product: FP8 by rows, with a bfloat16 result, in multiples of 16."""
-        many = codes.shape[0] >= SCALED_MM_FROM and codes.device.type == "cuda"
-        fits = self.shape[0] % 16 == 0 and out_dtype is torch.bfloat16
-        return many and fits and self.input_kind == "fp8"
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         codes = self.data.view(torch.uint8)[ids].view(self.data.dtype)  # not every device gathers float8
         return (codes.float() * self.scale[ids][..., None]).to(dtype)
-
-
-def scaled_mm(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """torch's FP8 product by rows: codes [M, K], scale [M, 1], weight [N, K], weight_scale [N] to bfloat16 [M, N]."""
-    bias = None if bias is None else bias.to(torch.bfloat16)
-    return torch._scaled_mm(
-        codes, weight.t(), scale, weight_scale[None], bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
-    )
 
 
 def rejects(weight: Tensor | QuantizedWeightLike, dtype: torch.dtype, device: torch.device) -> str | None:
