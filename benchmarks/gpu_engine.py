@@ -1,18 +1,25 @@
 """Where the time of a decode step goes: start-up by phase, GPU and wall time by batch size, host time by part.
 
     python benchmarks/gpu_engine.py CONFIG_DIRECTORY [--batch 1 8 32 256] [--steps 100] [--prompt 128] [--set KEY=VALUE]
+    python benchmarks/gpu_engine.py CONFIG_DIRECTORY --restarts 2      # start-up alone: a cold kernel cache, a warm one
 
 CONFIG_DIRECTORY holds a config.json; the weights are made up, and no tokenizer is loaded. KEY=VALUE are fields of
 EngineConfig. "gpu" is what the device needs for a step, "gap" how long it waits between two of them: it waits for the
-host where the gap is more than a few microseconds. "host" is the time of Engine.step without the wait for tokens.
+host where the gap is more than a few microseconds. "host" is the time of Engine.step without the wait for tokens. A
+"call" is one batch from its first request to its last token, as one LLM.generate does it.
 """
 
 # ruff: noqa: E402
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
+import os
 import random
+import subprocess
+import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -129,6 +136,48 @@ def measure(engine: Engine, clock: Clock, batch: int, prompt: int, steps: int) -
     )
 
 
+def call(engine: Engine, batch: int, prompt: int, max_tokens: int) -> None:
+    """Print where the time of a whole batch goes: before its first launch, to the first tokens, steps, and after."""
+    rng = random.Random(f"{batch} {time.perf_counter()}")  # no prompt is one that the prefix cache has
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    prompts = [[rng.randrange(engine.info.vocab_size) for _ in range(prompt)] for _ in range(batch)]
+    begin = time.perf_counter()
+    for i, ids in enumerate(prompts):
+        engine.add(EngineRequest(f"call-{batch}-{i}", ids, params))
+    added = time.perf_counter()
+    engine.step()
+    launched = time.perf_counter()
+    times, left = [], batch
+    while left:
+        outputs = engine.step()
+        left -= sum(output.finish_reason is not None for output in outputs)
+        if outputs:
+            times.append(time.perf_counter())
+    engine.drain()
+    end = time.perf_counter()
+    gaps = sorted(b - a for a, b in itertools.pairwise(times)) or [0.0]
+    ms = [1e3 * x for x in (end - begin, added - begin, launched - added, times[0] - launched, times[-1] - times[0])]
+    print(
+        f"call {batch} x ({prompt} + {max_tokens}): {ms[0]:.1f} ms = add {ms[1]:.2f}, launch {ms[2]:.2f}, to the first "
+        f"tokens {ms[3]:.2f}, {len(gaps)} steps {ms[4]:.1f} (median {1e3 * gaps[len(gaps) // 2]:.3f}, slowest "
+        f"{', '.join(f'{1e3 * gap:.2f}' for gap in gaps[:-4:-1])}), end {1e3 * (end - times[-1]):.2f}; "
+        f"{batch * max_tokens / (end - begin):.0f} tok/s",
+        flush=True,
+    )
+
+
+def restart(times: int) -> None:
+    """Start the engine in processes of their own: the first one with an empty kernel cache, which the others find."""
+    arguments = [word for word in sys.argv[1:] if not word.startswith("--restarts")]
+    if "--restarts" in sys.argv:
+        arguments.remove(str(times))
+    with tempfile.TemporaryDirectory() as cache:
+        for i in range(times):
+            print(f"start {i + 1}, kernel cache {'warm' if i else 'cold'}", flush=True)
+            command = [sys.executable, __file__, *arguments, "--start-only"]
+            subprocess.run(command, env=os.environ | {"TRITON_CACHE_DIR": cache}, check=True)
+
+
 def profile(engine: Engine) -> None:
     """Print the kernels of a decode step of the requests that run now, those with the most time first."""
     from torch.profiler import ProfilerActivity
@@ -160,6 +209,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--profile", type=int, nargs="*", default=[1, 256], help="batch sizes whose kernels are listed")
+    parser.add_argument("--calls", nargs="*", default=["1x32+256", "8x512+256"], help="batches timed whole, twice each")
+    parser.add_argument("--restarts", type=int, default=0, help="only start, this often, and tell the phases")
+    parser.add_argument("--start-only", action="store_true", help="end after the start")
     return parser.parse_args()
 
 
@@ -182,13 +234,26 @@ def settings_of(pairs: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     args = parse()
+    if args.restarts:
+        restart(args.restarts)
+        return
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     print(f"START import {time.perf_counter() - BEGIN:.2f} s", flush=True)
     settings = {"load_format": "dummy", "skip_tokenizer_init": True} | settings_of(args.set)
     engine = Engine(EngineConfig(model=args.config, **settings))
     phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in engine.start_seconds.items())
-    print(f"START {phases}; engine {engine.info.load_seconds:.2f} s", flush=True)
+    total = time.perf_counter() - BEGIN
+    print(
+        f"START {phases}; engine {engine.info.load_seconds:.2f} s, all {total:.2f} s; {engine.num_compiled} kernels",
+        flush=True,
+    )
+    if args.start_only:
+        return
     print(engine.info.describe_capacity(), flush=True)
+    for text in args.calls:
+        batch, prompt, max_tokens = (int(number) for number in text.replace("x", "+").split("+"))
+        for _ in range(2):
+            call(engine, batch, prompt, max_tokens)
     with torch.inference_mode():
         clock = Clock(engine)
     for batch in args.batch:
