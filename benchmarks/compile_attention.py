@@ -20,14 +20,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from octavo.ops.triton import attention_cudnn, attention_decode, attention_prefill, rotary
+from octavo.ops.triton import attention_cudnn, attention_decode, attention_fused, attention_prefill, rotary
 
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float8_e4m3fn: "*fp8e4nv"}
-INDICES = {"block_table", "query_start", "seq_lens", "arrived", "blocks"}
+INDICES = {"block_table", "query_start", "seq_lens", "arrived", "tables"}
 FLOATS = {"scale", "softcap", "eps"}
 FLOAT_TENSORS = {"parts", "part_stats", "cos_sin", "past_lse", "chunk_lse"}
-UNALIGNED = {"stride_table", "blocks"}
+UNALIGNED = {"stride_table", "tables"}
 
 
 def signature(names: list[str], constants: dict[str, Any], pointers: set[str], q: str, cache: str) -> dict[str, str]:
@@ -95,10 +95,22 @@ def build_decode(group: int, head_dim: int, block_size: int, cache: torch.dtype,
     constants = attention_constants(group, head_dim, block_size, extras)
     rows, tile = triton.next_power_of_2(group), attention_decode.tile_keys(head_dim, torch.bfloat16, cache)
     constants |= {"GROUP_ROWS": rows, "BLOCK_M": max(16, rows), "BLOCK_N": tile}
-    constants["MERGED"] = max(1, min(8, 4096 // (rows * constants["BLOCK_D"])))
+    constants["MERGED"] = attention_decode.parts_at_once(rows, constants["BLOCK_D"])
     stages = 5 if head_dim <= 128 and group <= 32 else 3
     label = f"decode group {group} head {head_dim} block {block_size} {str(cache)[6:]}{' extras' * extras}"
     return build(label, attention_decode.decode_kernel, constants, 4, stages, torch.bfloat16, cache)
+
+
+def build_fused(group: int, head_dim: int, block_size: int, cache: torch.dtype, extras: bool = False) -> int:
+    rows, tile = triton.next_power_of_2(group), attention_decode.tile_keys(head_dim, torch.bfloat16, cache)
+    constants = attention_constants(group, head_dim, block_size, extras)
+    del constants["HAS_SINKS"]
+    constants |= {"GROUP_ROWS": rows, "BLOCK_M": max(16, rows), "BLOCK_N": tile, "HQ": 8 * group, "HKV": 8}
+    constants |= {"ROTARY": head_dim, "Q_NORM": extras, "K_NORM": extras, "INTERLEAVED": False}
+    constants |= {"LIMIT": rotary.FLOAT8_MAX if cache.itemsize == 1 else 0.0}
+    constants["MERGED"] = attention_decode.parts_at_once(rows, constants["BLOCK_D"])
+    label = f"fused group {group} head {head_dim} block {block_size} {str(cache)[6:]}{' extras' * extras}"
+    return build(label, attention_fused.fused_kernel, constants, 4, 5, torch.bfloat16, cache)
 
 
 def build_prefill(group: int, head_dim: int, block_size: int, cache: torch.dtype, extras: bool = False) -> int:
@@ -122,7 +134,7 @@ def build_rest() -> int:
         constants = {**turn, "HQ": heads, "Q_NORM": norm, "K_NORM": norm}
         spilled += build(f"rotary {heads} heads, norm {norm}", rotary.rotary_kernel, constants, 2, 3)
     spilled += build("store", rotary.store_kernel, store, 2, 3)
-    spilled += build("gather", attention_cudnn.gather_kernel, {**size, "BLOCK_N": 64}, 4, 3)
+    spilled += build("gather", attention_cudnn.gather_kernel, {**size, "HKV": 8, "BLOCK_N": 64}, 4, 3)
     return spilled + build("merge", attention_cudnn.merge_kernel, {"D": 128, "BLOCK_D": 128, "ROWS": 16}, 4, 3)
 
 
@@ -130,6 +142,8 @@ def main() -> None:
     bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
     shapes = ((4, 128), (2, 128), (3, 64), (4, 80), (4, 96), (2, 256))
     spilled = build_rest()
+    spilled += sum(build_fused(*shape, 16, bf16) for shape in ((4, 128), (2, 128), (3, 64), (4, 80)))
+    spilled += build_fused(4, 128, 16, fp8) + build_fused(2, 128, 16, bf16, extras=True)
     for make in (build_decode, build_prefill):
         spilled += sum(make(group, head_dim, 16, bf16) for group, head_dim in shapes)
         spilled += make(4, 128, 64, bf16) + make(4, 128, 16, fp8) + make(4, 128, 16, bf16, extras=True)

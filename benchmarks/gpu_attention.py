@@ -1,6 +1,6 @@
 """Checks the attention and rotary kernels on a GPU against the reference, then times them beside what the GPU allows.
 
-    python benchmarks/gpu_attention.py [--only check,decode,prefill,rotary] [--block-size 16] [--bandwidth 4.3]
+    python benchmarks/gpu_attention.py [--only check,decode,fused,prefill,rotary] [--block-size 16] [--bandwidth 4.3]
 
 Shapes are those of Llama-3.1-8B (32 query heads, 8 key heads, 128 channels) and Qwen3-0.6B (16 query heads). Decode is
 timed in a CUDA graph that walks through caches of several layers, so that keys come from memory as in a real step;
@@ -25,15 +25,16 @@ from octavo.ops import reference
 from octavo.ops.triton import attention_cudnn, runtime
 from octavo.ops.triton.attention import paged_attention
 from octavo.ops.triton.attention_decode import decode
+from octavo.ops.triton.attention_fused import rotary_and_attend
 from octavo.ops.triton.attention_prefill import Tiles, prefill
 from octavo.ops.triton.rotary import rotary_and_store
 
 GPU = torch.device("cuda")
 KV_HEADS, HEAD = 8, 128
 SHAPES = {"8B": 32, "0.6B": 16}  # query heads
-# keys a tile, stages, programs a multiprocessor
-DECODE_VARIANTS = ((64, 5, 4), (64, 3, 4), (64, 5, 2), (128, 3, 4))
-PREFILL_VARIANTS = (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 5), Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 3))
+# keys a tile, stages, programs a multiprocessor that cut a context into parts; None leaves it to the kernel
+DECODE_VARIANTS = ((None, None, None), (64, 5, 2), (64, 5, 4), (64, 3, 3), (128, 3, 2), (128, 3, 3))
+PREFILL_VARIANTS = (Tiles(128, 64, 8, 5), Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 3))
 
 
 def make_step(
@@ -87,9 +88,9 @@ def check_decode(block_size: int) -> None:
     float8 = ops.KVCache(cache.k.to(torch.float8_e4m3fn), cache.v.to(torch.float8_e4m3fn))
     for name, heads in SHAPES.items():
         q = queries(meta, heads)
-        for block_n, stages, _ in DECODE_VARIANTS:
+        for block_n, stages in sorted({(n or 0, s or 0) for n, s, _ in DECODE_VARIANTS}):
             out = poisoned(q)
-            decode(q, cache, meta, out, 6, HEAD**-0.5, block_n=block_n, num_stages=stages)
+            decode(q, cache, meta, out, 6, HEAD**-0.5, block_n=block_n or None, num_stages=stages or None)
             report(f"decode {name}, {block_n} keys, {stages} stages", error(out, exact(q, cache, meta)))
     sinks = torch.randn(16, device=GPU)
     for options in ((100,), (None, 20.0), (700, 20.0, sinks)):
@@ -131,7 +132,9 @@ def check_prefill(block_size: int) -> None:
             out = poisoned(q)
             prefill(q, cache, meta, out, 0, 6, q.shape[0], HEAD**-0.5, tiles=tiles)
             report(f"prefill {name} {tuple(tiles)}", error(out, expected))
+    kept, attention_cudnn.MIN_SCORES = attention_cudnn.MIN_SCORES, 0
     report("entry with cuDNN", error(run_entry(q, cache, meta), expected))
+    attention_cudnn.MIN_SCORES = kept
     for options in ((100,), (None, 20.0, torch.randn(16, device=GPU))):
         out = poisoned(q)
         prefill(q, cache, meta, out, 0, 6, q.shape[0], HEAD**-0.5, *options)
@@ -187,8 +190,10 @@ def graph_microseconds(calls: list[Callable[[], object]], replays: int = 5) -> f
 
 def time_decode(block_size: int, bandwidth: float) -> None:
     print(f"\ndecode, us (% of {bandwidth} TB/s); variants: keys a tile / stages / programs a multiprocessor")
-    print("shape   B  context" + "".join(f"{f'{n}/{s}/{p}':>16}" for n, s, p in DECODE_VARIANTS))
-    cases = [(b, [n] * b, str(n)) for b in (1, 8, 32, 64, 256) for n in (300, 640, 1500, 8000)]
+    print("shape   B  context" + "".join(f"{f'{n}/{s}/{p}' if n else 'default':>16}" for n, s, p in DECODE_VARIANTS))
+    cases = [
+        (b, [n] * b, str(n)) for b in (1, 8, 32, 64, 256) for n in ((300, 640, 1500, 8000) if b < 256 else (640, 8000))
+    ]
     cases.append((256, torch.randint(640, 1501, (256,)).tolist(), "640..1500"))
     for batch, lengths, label in cases:
         size = 4 * sum(lengths) * KV_HEADS * HEAD
@@ -199,7 +204,7 @@ def time_decode(block_size: int, bandwidth: float) -> None:
             out = poisoned(q)
             cells = []
             for block_n, stages, programs in DECODE_VARIANTS:
-                splits = max(1, programs * runtime.num_multiprocessors(GPU) // (batch * KV_HEADS))
+                splits = programs and max(1, programs * runtime.num_multiprocessors(GPU) // (batch * KV_HEADS))
                 options = {"num_splits": splits, "block_n": block_n, "num_stages": stages}
                 us = graph_microseconds(
                     [partial(decode, q, cache, meta, out, batch, HEAD**-0.5, **options) for cache in caches]
@@ -207,6 +212,58 @@ def time_decode(block_size: int, bandwidth: float) -> None:
                 cells.append(f"{us:9.1f} ({100 * size / bandwidth / 1e6 / us:3.0f}%)")
             print(f"{name:<5}{batch:>4}{label:>10}" + "".join(f"{c:>16}" for c in cells), flush=True)
         del caches
+
+
+def fused_inputs(batch: int, length: int, heads: int, block_size: int, layers: int) -> tuple[list[ops.KVCache], tuple]:
+    """Caches, and the other arguments of the fused operation for a step of decodes at one length."""
+    caches, meta = make_step([1] * batch, [length] * batch, block_size, layers=layers)
+    qkv, cos_sin, norm, _ = rotary_inputs(batch, heads)
+    positions = torch.full((batch,), length - 1, device=GPU)
+    weight = None if heads == SHAPES["8B"] else norm
+    return caches, (qkv, positions, cos_sin, meta, (heads, KV_HEADS, HEAD), weight)
+
+
+def two_calls(cache: ops.KVCache, qkv: Tensor, positions: Tensor, cos_sin: Tensor, meta, shape, weight) -> Tensor:  # type: ignore[no-untyped-def]
+    q = rotary_and_store(qkv, positions, cos_sin, cache, meta, *shape, weight, weight, 1e-6, False)
+    return run_entry(q, cache, meta)
+
+
+def one_call(  # type: ignore[no-untyped-def]
+    cache: ops.KVCache, qkv: Tensor, positions: Tensor, cos_sin: Tensor, meta, shape, weight, **cut
+) -> Tensor:
+    options = (HEAD**-0.5, None, None, weight, weight, 1e-6)
+    return rotary_and_attend(qkv, positions, cos_sin, cache, meta, *shape, *options, **cut)
+
+
+def check_fused(block_size: int) -> None:
+    for name, heads in SHAPES.items():
+        for length in (1, 64, 65, 1500, 5000):
+            (cache, other), args = fused_inputs(8, length, heads, block_size, 2)
+            other.k.copy_(cache.k)
+            other.v.copy_(cache.v)
+            worst = error(one_call(cache, *args), two_calls(other, *args))
+            worst = max(worst, error(cache.k, other.k), error(cache.v, other.v))
+            report(f"fused {name}, {length} keys", worst)
+    expected = one_call(cache, *args)
+    same = all(torch.equal(one_call(cache, *args), expected) for _ in range(200))
+    report("fused run to run", 1.0 - same)
+
+
+def time_fused(block_size: int) -> None:
+    variants = ((64, 2), (64, 3), (64, 4), (128, 2))  # keys a tile, programs a multiprocessor
+    print("\nrotary, store and decode, us")
+    print("shape   B  context   two calls      one" + "".join(f"{f'{n}/{p}':>9}" for n, p in variants))
+    cases = [*itertools.product((1, 8, 32), (300, 640, 1500)), (1, 8000), (4, 640), (16, 640), (64, 640), (256, 640)]
+    for batch, length in cases:
+        layers = max(2, min(64, 200_000_000 // (4 * batch * length * KV_HEADS * HEAD)))
+        for name, heads in SHAPES.items():
+            caches, args = fused_inputs(batch, length, heads, block_size, layers)
+            calls: list[Callable[..., Tensor]] = [two_calls, one_call]
+            for block_n, programs in variants:
+                splits = max(1, programs * runtime.num_multiprocessors(GPU) // (batch * KV_HEADS))
+                calls.append(partial(one_call, num_splits=splits, block_n=block_n))
+            times = [graph_microseconds([partial(call, cache, *args) for cache in caches]) for call in calls]
+            print(f"{name:<5}{batch:>4}{length:>9}   " + "".join(f"{t:9.1f}" for t in times), flush=True)
 
 
 def show(name: str, call: Callable[[], object], flops: int) -> None:
@@ -220,38 +277,44 @@ def show(name: str, call: Callable[[], object], flops: int) -> None:
 
 def time_prefill(block_size: int) -> None:
     print("\nprefill of 8B, TFLOP/s (ms); Triton's (rows, keys, warps, stages)")
-    for count, rows, past in ((4, 2048, 0), (1, 8192, 0), (1, 8192, 22000)):
+    cases = ((4, 2048, 0), (8, 2048, 0), (4, 1024, 1024), (1, 8192, 0), (1, 8192, 22000), (1, 8000, 21000))
+    for count, rows, past in cases:
         flops = 4 * 32 * HEAD * count * sum(past + i + 1 for i in range(rows))
         print(f"{count} x {rows} after {past}:", flush=True)
-        for size in sorted({block_size, 64}):
-            (cache,), meta = make_step([rows] * count, [past + rows] * count, size)
-            q = queries(meta, 32)
-            out = poisoned(q)
-            for tiles in PREFILL_VARIANTS:
-                call = partial(prefill, q, cache, meta, out, 0, count, count * rows, HEAD**-0.5, tiles=tiles)
-                show(f"{tuple(tiles)}, blocks of {size}", call, flops)
-        try:
-            show("cuDNN, gather and merge", partial(run_entry, q, cache, meta), flops)
-        except RuntimeError as problem:
-            print(f"   cuDNN: {str(problem).splitlines()[0]}")
-        time_flash(q, cache, meta, rows, past, flops)
+        (cache,), meta = make_step([rows] * count, [past + rows] * count, block_size)
+        q = queries(meta, 32)
+        out = poisoned(q)
+        for tiles in PREFILL_VARIANTS:
+            call = partial(prefill, q, cache, meta, out, 0, count, count * rows, HEAD**-0.5, tiles=tiles)
+            show(f"{tuple(tiles)}", call, flops)
+        attempts: dict[str, Callable[[], object]] = {
+            "entry (cuDNN by rounded shapes)": partial(run_entry, q, cache, meta)
+        }
+        attempts["gather alone"] = partial(attention_cudnn.gather, cache, meta.block_table, 0, past + rows, q.dtype)
+        if past == 0:
+            k, v = attention_cudnn.gather(cache, meta.block_table, 0, rows, q.dtype)
+            attempts |= contiguous_calls(q.view(count, rows, 32, HEAD), k, v, meta)
+        for name, call in attempts.items():
+            try:
+                show(name, call, flops)
+            except RuntimeError as problem:
+                print(f"   {name}: {str(problem).splitlines()[0]}")
 
 
-def time_flash(q: Tensor, cache: ops.KVCache, meta: ops.AttentionMetadata, rows: int, past: int, flops: int) -> None:
-    """torch's FlashAttention-2 on gathered keys of all requests; its causal mask ends at the last key."""
-    pieces = [attention_cudnn.gather(cache, table, past + rows, q.dtype) for table in meta.block_table]
-    k, v = (torch.cat([piece[i].transpose(0, 1) for piece in pieces]) for i in range(2))
-    keys = torch.arange(len(pieces) + 1, dtype=torch.int32, device=GPU) * (past + rows)
-
-    flash = partial(torch.ops.aten._flash_attention_forward, scale=HEAD**-0.5)
-    try:
-        show(
-            "torch FlashAttention-2, no gather",
-            partial(flash, q, k, v, meta.query_start, keys, rows, past + rows, 0.0, True, False),
-            flops,
-        )
-    except RuntimeError as problem:
-        print(f"   FlashAttention-2: {str(problem).splitlines()[0]}")
+def contiguous_calls(q: Tensor, k: Tensor, v: Tensor, meta: ops.AttentionMetadata) -> dict[str, Callable[[], object]]:
+    """cuDNN on keys that are gathered already: by rounded and by exact shapes, and its variable-length form."""
+    scale = HEAD**-0.5
+    exact = torch.ops.aten._scaled_dot_product_cudnn_attention
+    heads_first = [x.transpose(1, 2).contiguous() for x in (k, v)]  # this order in memory gets plans by exact shape
+    args = (None, True, 0.0, True, False)
+    rows, flat = q.shape[1], [x.flatten(0, 1) for x in (q, k, v)]
+    starts = meta.query_start
+    varlen = partial(torch.ops.aten._cudnn_attention_forward, *flat, None, starts, starts, rows, rows, *args[1:])
+    return {
+        "cuDNN by rounded shapes alone": partial(attention_cudnn._cudnn, q, k, v, True, scale),
+        "cuDNN by exact shapes alone": partial(exact, q.transpose(1, 2), *heads_first, *args, scale=scale),
+        "cuDNN of variable length alone": partial(varlen, scale=scale),
+    }
 
 
 def time_rotary(block_size: int, bandwidth: float) -> None:
@@ -270,7 +333,7 @@ def time_rotary(block_size: int, bandwidth: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="check,decode,prefill,rotary")
+    parser.add_argument("--only", default="check,decode,fused,prefill,rotary")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s that a copy reaches")
     args = parser.parse_args()
@@ -278,11 +341,13 @@ def main() -> None:
     torch.manual_seed(0)
     start = time.perf_counter()
     if "check" in parts:
-        for check in (check_decode, check_prefill, check_rotary):
+        for check in (check_decode, check_prefill, check_rotary, check_fused):
             check(args.block_size)
         print(f"checked in {time.perf_counter() - start:.0f} s", flush=True)
     if "decode" in parts:
         time_decode(args.block_size, args.bandwidth)
+    if "fused" in parts:
+        time_fused(args.block_size)
     if "prefill" in parts:
         time_prefill(args.block_size)
     if "rotary" in parts:

@@ -21,8 +21,10 @@ from octavo.ops.triton import runtime
 
 LOG2E = 1.4426950408889634
 NO_WINDOW = 2**31 - 1
-_FLOOR = tl.constexpr(-1e30)  # the running maximum before any score; finite, so that no difference is inf - inf
-_PROGRAMS_PER_MULTIPROCESSOR = 4  # as many fit at once, and a part that ends early leaves its place to another
+FLOOR = tl.constexpr(-1e30)  # the running maximum before any score; finite, so that no difference is inf - inf
+PREFETCHED = tl.constexpr(2)  # tiles that a program asks for before the kernel ahead has ended
+_PROGRAMS_PER_MULTIPROCESSOR = 3  # as many fit at once: their registers
+_MOST_SPLITS = 32  # more parts than that take longer to merge than they save
 
 
 @triton.jit
@@ -42,6 +44,26 @@ def key_offsets(
 
 
 @triton.jit
+def ask_for(
+    k_head, v_head, table, first, last, past, stride_block, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Ask for a tile of keys and values, those first <= j < last before `past`, in the L2 cache; nothing waits."""
+    keys = tl.minimum(first + tl.arange(0, BLOCK_N), tl.minimum(last, past) - 1)
+    pages = tl.load(table + keys // BLOCK_SIZE).to(tl.int64)
+    lines: tl.constexpr = (D * k_head.dtype.element_ty.primitive_bitwidth + 1023) // 1024  # of 128 bytes
+    step: tl.constexpr = 1024 // k_head.dtype.element_ty.primitive_bitwidth
+    for line in tl.static_range(lines):
+        cells = pages * stride_block + keys % BLOCK_SIZE * D + line * step
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [k_head + cells], dtype=tl.int32, is_pure=False, pack=1
+        )
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [v_head + cells], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def scores_base2(q, k, scale, softcap, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
     """Scores of q [M, D] and k [N, D] in units of log2, so that exp2 serves; `scale` holds log2(e) without a softcap.
 
@@ -54,7 +76,7 @@ def scores_base2(q, k, scale, softcap, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.
 
 
 @triton.jit
-def _attend_part(
+def attend_part(
     q, k_head, v_head, table, first, last, low, length, row_max, sums, acc, scale, softcap, stride_block,
     HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -83,28 +105,32 @@ def _attend_part(
 
 
 @triton.jit
-def _merge_parts(
+def merge_parts(
     parts, part_stats, num_parts, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """The output [GROUP_ROWS, BLOCK_D] out of partial ones, MERGED at a time in the order of positions."""
+    """The output [GROUP_ROWS, BLOCK_D] out of partial ones, MERGED at a time in the order of positions.
+
+    All that a turn reads is asked for before any of it is used. Parts are the middle axis, which the compiler keeps
+    within a thread, so that their sum takes no exchange between warps.
+    """
     g, d = tl.arange(0, GROUP_ROWS), tl.arange(0, BLOCK_D)
-    row_max = tl.full((GROUP_ROWS,), _FLOOR, tl.float32)
+    row_max = tl.full((GROUP_ROWS,), FLOOR, tl.float32)
     row_sum = tl.zeros((GROUP_ROWS,), tl.float32)
     acc = tl.zeros((GROUP_ROWS, BLOCK_D), tl.float32)
     for start in range(0, num_parts, MERGED):
         part = start + tl.arange(0, MERGED)
-        live = (part < num_parts)[:, None] & (g < GROUP)[None]
-        stats = part_stats + (part[:, None] * GROUP + g[None]) * 2
-        maxima = tl.load(stats, mask=live, other=float("-inf"))
-        sums = tl.load(stats + 1, mask=live, other=0.0)
-        new_max = tl.maximum(row_max, tl.max(maxima, axis=0))
-        weights = tl.exp2(maxima - new_max[None])
-        shrink = tl.exp2(row_max - new_max)
-        cells = parts + (part[:, None, None] * GROUP + g[None, :, None]) * D + d[None, None]
+        live = (g < GROUP)[:, None] & (part < num_parts)[None]
+        row = part[None] * GROUP + g[:, None]
+        maxima = tl.load(part_stats + row * 2, mask=live, other=float("-inf"))
+        sums = tl.load(part_stats + row * 2 + 1, mask=live, other=0.0)
+        cells = parts + row[:, :, None] * D + d[None, None]
         partial = tl.load(cells, mask=live[:, :, None] & (d < D)[None, None], other=0.0)
-        acc = acc * shrink[:, None] + tl.sum(partial * weights[:, :, None], axis=0)
-        row_sum = row_sum * shrink + tl.sum(sums * weights, axis=0)
+        new_max = tl.maximum(row_max, tl.max(maxima, axis=1))
+        weights = tl.exp2(maxima - new_max[:, None])
+        shrink = tl.exp2(row_max - new_max)
+        acc = acc * shrink[:, None] + tl.sum(partial * weights[:, :, None], axis=1)
+        row_sum = row_sum * shrink + tl.sum(sums * weights, axis=1)
         row_max = new_max
     return acc / row_sum[:, None]
 
@@ -117,10 +143,11 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr, MERGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, key heads, requests). `part_tiles` > 0 fixes the tiles a part, cut by position from 0."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    """Grid (splits, key heads, requests). `part_tiles` > 0 fixes the tiles a part, cut by position from 0.
+
+    What the kernel ahead writes, queries and the newest keys, is not read before it has ended; lengths, block tables
+    and older keys are from before it.
+    """
     split, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits, num_kv_heads = tl.num_programs(0), tl.num_programs(1)
     length = tl.load(seq_lens + request)
@@ -133,6 +160,15 @@ def decode_kernel(
         tiles = tl.maximum(tl.cdiv(end_tile - first_tile, num_splits), 1)
         base = first_tile
     num_parts = tl.cdiv(end_tile - base, tiles)  # 0 for a request of length 0, which pads the batch
+    table = block_table + request.to(tl.int64) * stride_table
+    k_head, v_head = k_cache + head.to(tl.int64) * stride_head, v_cache + head.to(tl.int64) * stride_head
+    if PDL:
+        first = tl.maximum(base + split * tiles, first_tile) * BLOCK_N
+        last = tl.minimum(base + (split + 1) * tiles, end_tile) * BLOCK_N
+        for ahead in range(first, tl.minimum(last, first + PREFETCHED * BLOCK_N), BLOCK_N):
+            ask_for(k_head, v_head, table, ahead, last, length, stride_block, D, BLOCK_N, BLOCK_SIZE)
+        gdc_wait()
+        gdc_launch_dependents()
 
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     cell = (m * D)[:, None] + d[None]
@@ -142,13 +178,11 @@ def decode_kernel(
         tl.store(out_head + cell, tl.zeros((BLOCK_M, BLOCK_D), out.dtype.element_ty), mask=in_tile)
     if split < num_parts:
         query = tl.load(q + request.to(tl.int64) * stride_q + head * GROUP * D + cell, mask=in_tile, other=0.0)
-        table = block_table + request.to(tl.int64) * stride_table
-        k_head, v_head = k_cache + head.to(tl.int64) * stride_head, v_cache + head.to(tl.int64) * stride_head
         pair = request * num_kv_heads + head
         parts += pair.to(tl.int64) * max_parts * (GROUP * D)
         part_stats += pair.to(tl.int64) * max_parts * (GROUP * 2)
         for part in range(split, num_parts, num_splits):
-            row_max = tl.full((BLOCK_M,), _FLOOR, tl.float32)
+            row_max = tl.full((BLOCK_M,), FLOOR, tl.float32)
             sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             if HAS_SINKS:  # noqa: SIM102 - one is known to the compiler, the other to the device
                 if part == 0:  # a score without a value: weight 1 at its own maximum
@@ -158,7 +192,7 @@ def decode_kernel(
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             first = tl.maximum(base + part * tiles, first_tile)
             last = tl.minimum(base + (part + 1) * tiles, end_tile)
-            row_max, sums, acc = _attend_part(
+            row_max, sums, acc = attend_part(
                 query, k_head, v_head, table, first * BLOCK_N, last * BLOCK_N, low, length, row_max, sums, acc, scale,
                 softcap, stride_block, HAS_SOFTCAP, PRECISION, D, BLOCK_D, BLOCK_N, BLOCK_SIZE,
             )  # fmt: skip
@@ -174,7 +208,7 @@ def decode_kernel(
             tl.debug_barrier()  # every thread's part is written before one of them says so
             before = tl.atomic_add(arrived + pair, 1, sem="acq_rel", scope="gpu")
             if before == tl.minimum(num_parts, num_splits) - 1:
-                merged = _merge_parts(parts, part_stats, num_parts, GROUP, GROUP_ROWS, D, BLOCK_D, MERGED)
+                merged = merge_parts(parts, part_stats, num_parts, GROUP, GROUP_ROWS, D, BLOCK_D, MERGED)
                 g = tl.arange(0, GROUP_ROWS)
                 cells = out_head + (g * D)[:, None] + d[None]
                 live = (g < GROUP)[:, None] & (d < D)[None]
@@ -182,16 +216,39 @@ def decode_kernel(
                 tl.store(arrived + pair, 0)  # ready for the next launch
 
 
-@functools.cache
-def _arrivals(device: torch.device, count: int) -> Tensor:
+def arrivals(device: torch.device, pairs: int) -> Tensor:
     """Zeroed counters, which each launch leaves zeroed; shared by the launches of a device, which never overlap."""
+    return _zeros(device, max(65536, triton.next_power_of_2(pairs)))
+
+
+@functools.cache
+def _zeros(device: torch.device, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def tile_keys(head_dim: int, q_dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
-    """Keys a tile: 16 KiB of them, so that three programs share a multiprocessor with two tiles under way each."""
-    bytes_a_channel = q_dtype.itemsize if q_dtype.itemsize > 2 else cache_dtype.itemsize
+    """Keys a tile: 16 KiB of them, so that three programs share a multiprocessor with two tiles under way each.
+
+    Keys of a narrower type count as wide as the queries: they are widened in registers.
+    """
+    bytes_a_channel = max(q_dtype.itemsize, cache_dtype.itemsize)
     return max(16, min(128, 16384 // (triton.next_power_of_2(head_dim) * bytes_a_channel)))
+
+
+def splits_for(pairs: int, device: torch.device) -> int:
+    """Parts a context for so many pairs of a request and a key head: all programs at work in one wave.
+
+    A few more pairs than fit in one wave would leave the second nearly empty, so they are cut in two.
+    """
+    wave = _PROGRAMS_PER_MULTIPROCESSOR * runtime.num_multiprocessors(device)
+    if wave < pairs <= wave * 3 // 2:
+        return 2
+    return max(1, min(wave // pairs, _MOST_SPLITS))
+
+
+def parts_at_once(group_rows: int, block_d: int) -> int:
+    """Parts that one turn of `merge_parts` takes: at most 64 registers a thread, and all of a short context's."""
+    return max(1, min(16, 8192 // (group_rows * block_d)))
 
 
 def decode(
@@ -227,8 +284,7 @@ def decode(
     if num_stages is None:  # page numbers come one stage ahead of keys, so 5 are 2 tiles under way, and 3 are one
         num_stages = 5 if q.dtype.itemsize <= 2 and head_dim <= 128 and group <= 32 else 3
     if num_splits is None:
-        wanted = _PROGRAMS_PER_MULTIPROCESSOR * runtime.num_multiprocessors(q.device)
-        num_splits = max(1, wanted // (num_requests * kv_heads))
+        num_splits = splits_for(num_requests * kv_heads, q.device)
     max_tiles = -(-meta.block_table.shape[1] * cache.block_size // block_n)
     num_splits = min(num_splits, max_tiles)
     part_tiles, max_parts = 0, num_splits
@@ -247,12 +303,12 @@ def decode(
     pdl = runtime.uses_dependent_launch(q.device)
     decode_kernel[(num_splits, kv_heads, num_requests)](
         q, cache.k, cache.v, meta.block_table, meta.seq_lens, q if sinks is None else sinks, out, parts, stats,
-        _arrivals(q.device, max(65536, triton.next_power_of_2(pairs))), factor, cap,
+        arrivals(q.device, pairs), factor, cap,
         NO_WINDOW if window is None else window, part_tiles, max_parts, q.stride(0), meta.block_table.stride(0),
         cache.k.stride(0), cache.k.stride(1), GROUP=group, GROUP_ROWS=group_rows,
         D=head_dim, BLOCK_D=block_d, BLOCK_M=max(16, group_rows), BLOCK_N=block_n, BLOCK_SIZE=cache.block_size,
         HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
-        PRECISION=precision(q.dtype), MERGED=max(1, min(8, 4096 // (group_rows * block_d))), PDL=pdl, launch_pdl=pdl,
+        PRECISION=precision(q.dtype), MERGED=parts_at_once(group_rows, block_d), PDL=pdl, launch_pdl=pdl,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 

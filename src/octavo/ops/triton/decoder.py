@@ -1,9 +1,9 @@
 """Whole decoder layers in few launches. Imports no triton; its kernels are imported on first use.
 
-A step of few rows that are all decodes takes six launches a layer: norm and qkv, rotary and store, attention, output
-projection and residual, norm and gate and up and activation, down projection and residual. Each reads its weights
-about once, and starts while the one ahead still runs. Other steps take single operations, with the residual added by
-the norm; and layers whose inputs are rounded to 8 bits let the norm and the activation round them.
+A step of few rows that are all decodes takes five launches a layer: norm and qkv, rotary and store and attention,
+output projection and residual, norm and gate and up and activation, down projection and residual. Each reads its
+weights about once, and starts while the one ahead still runs. Other steps take single operations, with the residual
+added by the norm; and layers whose inputs are rounded to 8 bits let the norm and the activation round them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from octavo.ops.decoder import DecoderLayer
 
 FUSED_ROWS = 16  # up to here the norm is repeated in every program of a product, which then costs less than a launch
+ATTENDED_ROWS = 64  # up to here attention rotates its queries itself, for the same reason
 ACTIVATIONS = ("silu", "gelu_tanh")
 _PARTS = ("qkv", "output", "gate_up", "down")
 _NORMS = ("input_norm", "post_norm", "q_norm", "k_norm")
 
+_rotary_and_attend = runtime.lazy("attention_fused", "rotary_and_attend")
 _rotary_and_store = runtime.lazy("rotary", "rotary_and_store")
 _paged_attention = runtime.lazy("attention", "paged_attention")
 _rms_norm = runtime.lazy("elementwise", "rms_norm")
@@ -94,6 +96,11 @@ def _attend(
 ) -> Tensor:
     heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
     norms = (layer.q_norm, layer.k_norm, layer.head_eps, False)
+    if meta.num_decodes == qkv.shape[0] <= ATTENDED_ROWS:
+        options = (layer.scale, layer.window, layer.softcap)
+        out = _rotary_and_attend(qkv, positions, cos_sin, cache, meta, *heads, *options, *norms)
+        if out is not NotImplemented:
+            return out
     q = _rotary_and_store(qkv, positions, cos_sin, cache, meta, *heads, *norms)
     assert q is not NotImplemented
     out = _paged_attention(q, cache, meta, layer.scale, layer.window, layer.softcap, None)

@@ -19,7 +19,8 @@ _HEADS = 8  # heads a program, so that a token of a small batch still spreads ov
 
 
 @triton.jit
-def _to_cache(x, dtype: tl.constexpr, LIMIT: tl.constexpr):
+def to_cache(x, dtype: tl.constexpr, LIMIT: tl.constexpr):
+    """x in the cache's type; LIMIT > 0 clamps what that type does not hold."""
     if LIMIT > 0:
         x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
     return x.to(dtype)
@@ -95,10 +96,10 @@ def rotary_kernel(
                 )
                 out = k_cache + slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * D + heads[:, None] * stride_head
                 dtype: tl.constexpr = k_cache.dtype.element_ty
-                tl.store(out + first[None], _to_cache(a, dtype, LIMIT), mask=pairs_live)
-                tl.store(out + second[None], _to_cache(b, dtype, LIMIT), mask=pairs_live)
+                tl.store(out + first[None], to_cache(a, dtype, LIMIT), mask=pairs_live)
+                tl.store(out + second[None], to_cache(b, dtype, LIMIT), mask=pairs_live)
                 if ROTARY < D:
-                    tl.store(out + rest[None], _to_cache(c, dtype, LIMIT), mask=rest_live)
+                    tl.store(out + rest[None], to_cache(c, dtype, LIMIT), mask=rest_live)
     else:
         slot = tl.load(slots + token)
         heads = (part - q_parts - kv_parts) * HEADS + tl.arange(0, HEADS)
@@ -107,7 +108,7 @@ def rotary_kernel(
             live = (heads < HKV)[:, None] & (d < D)[None]
             v = tl.load(x_row + (HQ + HKV) * D + heads[:, None] * D + d[None], mask=live, other=0.0).to(tl.float32)
             out = v_cache + slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * D + heads[:, None] * stride_head
-            tl.store(out + d[None], _to_cache(v, v_cache.dtype.element_ty, LIMIT), mask=live)
+            tl.store(out + d[None], to_cache(v, v_cache.dtype.element_ty, LIMIT), mask=live)
 
 
 @triton.jit
@@ -129,8 +130,8 @@ def store_kernel(
         k_in = tl.load(k + token.to(tl.int64) * stride_k + channel, mask=live, other=0.0).to(tl.float32)
         v_in = tl.load(v + token.to(tl.int64) * stride_v + channel, mask=live, other=0.0).to(tl.float32)
         out = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * D + heads[:, None] * stride_head + d[None]
-        tl.store(k_cache + out, _to_cache(k_in, k_cache.dtype.element_ty, LIMIT), mask=live)
-        tl.store(v_cache + out, _to_cache(v_in, v_cache.dtype.element_ty, LIMIT), mask=live)
+        tl.store(k_cache + out, to_cache(k_in, k_cache.dtype.element_ty, LIMIT), mask=live)
+        tl.store(v_cache + out, to_cache(v_in, v_cache.dtype.element_ty, LIMIT), mask=live)
 
 
 def rotary_and_store(
