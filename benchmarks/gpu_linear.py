@@ -1,6 +1,6 @@
 """Times the few-row products of a GPU for the layers of two models, and writes the best sizes as a table.
 
-    python benchmarks/gpu_linear.py TABLE.json [--seconds 150] [--kinds bf16,int4,int8] [--rows 1,8,32,64,256]
+    python benchmarks/gpu_linear.py TABLE.json [--seconds 100] [--kinds bf16,int4,int8] [--rows 1,8,32,64,256]
     python benchmarks/gpu_linear.py --compile      # no GPU: compiles for sm_90 and tells registers and spills
 
 The table goes to `src/octavo/ops/triton/tuned/<GPU>.json`. Every candidate is first checked against a float32 product
@@ -54,7 +54,12 @@ class Model(NamedTuple):
 
 MODELS = {"8B": Model(32, 4096, 32, 8, 14336, 128256), "0.6B": Model(28, 1024, 16, 8, 3072, 151936)}
 HEAD_DIM = 128
-STACKS = (("0.6B", "bf16", 1), ("8B", "int4", 1), ("8B", "bf16", 1), ("0.6B", "bf16", 8), ("8B", "int4", 8))
+DEPENDENT = (16_000_000, 40_000_000, 1 << 40)  # which weights of the 8B layers start early; those of 0.6B always do
+STACKS = (
+    ("0.6B", "bf16", 1), ("0.6B", "bf16", 8), ("8B", "bf16", 1), ("8B", "bf16", 8), ("8B", "bf16", 32),
+    ("8B", "int4", 1), ("8B", "int4", 8), ("8B", "int4", 32), ("8B", "int4", 256),
+)  # fmt: skip
+CUBLAS = Tile(0, 0, 0, 0, 0, 0)
 
 
 class Shape(NamedTuple):
@@ -98,28 +103,35 @@ def shapes(model: str, kind: str) -> list[Shape]:
 
 def candidates(kind: str, shape: Shape, rows: int) -> list[Tile]:
     """Sizes worth trying: programs for every multiprocessor, and enough bytes on their way in each."""
-    found = []
     if rows == 1:
-        sizes = [(2, 1024, 4), (4, 1024, 4), (8, 1024, 4), (4, 512, 2), (8, 512, 2), (16, 512, 4), (4, 2048, 8)]
-        found += [Tile(1, n, k, 1, w, 1) for n, k, w in sizes if k <= 2 * shape.k and shape.width // n >= 128]
-        if kind == "bf16":
-            return found
+        return one_row_candidates(kind, shape)
     bucket = runtime.bucket(max(rows, 2))
     block_m = min(bucket, 128)
-    depths = {"bf16": [(64, 128, 5), (32, 256, 4), (128, 64, 5)], "int4": [(64, 64, 6), (128, 64, 5), (32, 64, 8)]}
-    depths["int8"] = [(64, 128, 6), (32, 128, 8)]
-    stored = shape.k // 2 if kind == "int4" else shape.k
-    for n, k, stages in depths[kind]:
+    found = [CUBLAS] if kind == "bf16" or rows > 64 else []
+    sizes = {"bf16": [(64, 128, 5), (32, 256, 4), (32, 128, 6), (128, 64, 5)], "int8": [(64, 128, 6), (32, 128, 8)]}
+    sizes["int4"] = [(64, 128, 6), (128, 128, 5), (32, 128, 8)]
+    for n, k, stages in sizes[kind]:
         if block_m >= 64 and n == 32:
             continue
         stages = 3 if block_m >= 64 else stages
         options = []
-        for split in (1, 2, 4, 8):
+        for split in (1, 2, 3, 4, 6, 8):
             programs = -(-shape.width // n) * split * -(-rows // block_m)
-            if stored >= k * split * 2 and (programs >= 100 or split == 8) and (split == 1 or programs <= 1100):
+            if shape.k >= k * split * 2 and (programs >= 90 or split == 8) and (split == 1 or programs <= 800):
                 options.append(Tile(block_m, n, k, split, 8 if n * block_m >= 8192 else 4, stages))
-        found += options[:2]
+        found += options[:3]
     return found
+
+
+def one_row_candidates(kind: str, shape: Shape) -> list[Tile]:
+    if kind == "int4":  # a thread has four words of each row, and many rows share what x costs
+        sizes = [(8, 512, 4), (16, 512, 4), (8, 256, 2), (16, 256, 2), (4, 256, 2), (8, 128, 1), (16, 128, 1)]
+        width = shape.k // 8
+        sizes = [(n, k, w) for n, k, w in sizes if k <= 2 * width and not (shape.gate and n == 16 and k > 128)]
+    else:
+        sizes = [(2, 1024, 4), (4, 1024, 4), (8, 1024, 4), (4, 512, 2), (8, 512, 2), (16, 512, 4), (4, 2048, 8)]
+        sizes = [size for size in sizes if size[1] <= 2 * shape.k]
+    return [Tile(1, n, k, 1, w, 1) for n, k, w in sizes if shape.width // n >= 64]
 
 
 def jobs(kinds: list[str], rows: list[int]) -> list[Job]:
@@ -190,6 +202,8 @@ def graph_seconds(call: Callable[[], object], repeat: int = 3) -> float:
 def warm(job: Job) -> str | None:
     """Compile a candidate into the cache on disk, by running it on a few rows of weight; what went wrong, or None."""
     kind, shape, rows, tile = job
+    if tile == CUBLAS:
+        return None
     try:
         x = torch.zeros(rows, shape.k, device=CUDA, dtype=torch.bfloat16)
         small = shape._replace(n=256)
@@ -235,8 +249,11 @@ def time_shape(kind: str, shape: Shape, rows: list[int], todo: dict[int, list[Ti
     return entries
 
 
-def time_stack(model: str, kind: str, rows: int, context: int = 64) -> None:
-    """A whole stack of layers at a short context, as one graph, with and without dependent launches."""
+def time_stack(model: str, kind: str, rows: int, context: int = 64) -> dict[str, Any] | None:
+    """A whole stack of layers at a short context, as one graph, with and without dependent launches.
+
+    For the large model, the line of the table that tells up to which weight products start early.
+    """
     m = MODELS[model]
     q, kv = m.heads * HEAD_DIM, m.kv_heads
     ones = torch.ones(m.hidden, device=CUDA, dtype=torch.bfloat16)
@@ -268,17 +285,26 @@ def time_stack(model: str, kind: str, rows: int, context: int = 64) -> None:
     def run() -> None:
         assert fused(x * 1, positions, cos_sin, caches, [meta] * m.layers) is not None
 
-    taken = []
-    for dependent in (True, False):
-        runtime.dependent_launch = dependent
-        taken.append(graph_seconds(run, 5))
+    taken = {}
+    for limit in DEPENDENT if model == "8B" else DEPENDENT[:1]:
+        runtime.tuned_dependent_bytes()[kind, runtime.bucket(rows)] = limit
+        taken[limit] = graph_seconds(run, 5)
+    runtime.dependent_launch = False
+    without = graph_seconds(run, 5)
     runtime.dependent_launch = True
+    best = min(taken, key=lambda limit: taken[limit])
     print(
-        f"stack {model} {kind} M={rows}: {taken[0] * 1e6 / m.layers:.1f} us a layer, {taken[0] * 1e3:.3f} ms, "
-        f"{100 * num_bytes / BANDWIDTH / taken[0]:.0f}% of the bandwidth; without dependent launch "
-        f"{taken[1] * 1e6 / m.layers:.1f} us a layer",
+        f"stack {model} {kind} M={rows}: {taken[best] * 1e6 / m.layers:.1f} us a layer, {taken[best] * 1e3:.3f} ms, "
+        f"{100 * num_bytes / BANDWIDTH / taken[best]:.0f}% of the bandwidth; by bytes of early weights "
+        f"{' '.join(f'{limit:.0e}={seconds * 1e6 / m.layers:.1f}' for limit, seconds in taken.items())}, "
+        f"without dependent launch {without * 1e6 / m.layers:.1f}",
         flush=True,
     )
+    return {"kind": kind, "m": runtime.bucket(rows), "dependent_bytes": best} if model == "8B" else None
+
+
+def write(table: Path, entries: list[dict[str, Any]]) -> None:
+    table.write_text("[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]\n")
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -296,25 +322,22 @@ def measure(arguments: argparse.Namespace) -> None:
     entries: list[dict[str, Any]] = []
     weights = [(kind, shape) for kind in kinds for model in MODELS for shape in shapes(model, kind)]
     for kind, shape in weights:
-        if time.monotonic() - began > arguments.seconds - 25:
+        if time.monotonic() - began > arguments.seconds - 30:
             print(f"no time left for {kind} {shape.name}")
             continue
         tiles = {m: [j.tile for j in good if j[:3] == (kind, shape.at(m), m)] for m in rows}
         if not any(tiles.values()):
             continue
         entries += time_shape(kind, shape, rows, tiles)
-        arguments.table.write_text("[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]\n")
+        write(arguments.table, entries)
     runtime.tuned_tiles().update(runtime.read_tiles(arguments.table))
     runtime.tile.cache_clear()
-    for model, kind, m in (
-        ("0.6B", "bf16", 1),
-        ("8B", "int4", 1),
-        ("8B", "bf16", 1),
-        ("0.6B", "bf16", 8),
-        ("8B", "int4", 8),
-    ):
+    for model, kind, m in STACKS:
         if kind in kinds and time.monotonic() - began < arguments.seconds:
-            time_stack(model, kind, m)
+            line = time_stack(model, kind, m)
+            entries += [] if line is None else [line]
+            write(arguments.table, entries)
+            torch.cuda.empty_cache()
     print(f"{time.monotonic() - began:.0f} s in all")
 
 
@@ -330,7 +353,7 @@ def compile_all() -> None:
                 for m in (1, 8, 32, 64, 256):
                     default = runtime.default_tile(kind, shape.n, shape.k, runtime.bucket(m))
                     for tile in (default, *candidates(kind, shape.at(m), m)):
-                        if m <= (64 if kind == "bf16" else 256):
+                        if tile != CUBLAS and m <= (64 if kind == "bf16" else 256):
                             seen.add((kind, shape.at(m)._replace(name="", n=256), min(m, tile.rows), tile))
     for job in sorted(seen, key=str):
         cubin, shared = compile_one(Job(*job))
@@ -363,17 +386,19 @@ def compile_one(job: Job) -> tuple[bytes, int]:
     from octavo.ops.triton import linear
 
     kind, shape, _, tile = job
-    kernel = linear.gemv_kernel if tile.rows == 1 else linear.few_rows_kernel
+    kernel = linear.few_rows_kernel
+    if tile.rows == 1:
+        kernel = linear.gemv_codes_kernel if kind == "int4" else linear.gemv_kernel
     groups = 1 if kind == "bf16" else shape.k // GROUP
-    block_k, split, lines = linear._plan(tile, kind, shape.k, GROUP, groups, False)
-    pointers = {"x": "bf16", "w": {"bf16": "bf16", "int4": "u8", "int8": "i8"}[kind], "out": "bf16"}
+    block_k, split, lines, span = linear._plan(tile, kind, shape.k, GROUP, groups, shape.n)
+    pointers = {"x": "bf16", "w": {"bf16": "bf16", "int4": "i32", "int8": "i8"}[kind], "out": "bf16"}
     pointers |= {"scale": "fp32"} if kind != "bf16" else {}
     pointers |= {"norm": "bf16"} if shape.norm else {}
     pointers |= {"residual": "bf16"} if shape.residual else {}
     pointers |= {"partial": "fp32", "counters": "i32"} if split > 1 else {}
-    constants: dict[str, Any] = {"K": shape.k, "GROUPS": groups, "KIND": kind, "UNIT": GROUP, "GATE": shape.gate}
+    constants: dict[str, Any] = {"K": shape.k, "GROUPS": groups, "KIND": kind, "GATE": shape.gate}
     constants |= {"BLOCK_N": tile.n, "BLOCK_K": block_k, "PDL": True, "NATIVE": True}
-    constants |= {"BLOCK_M": tile.rows, "SPLIT": split, "LINES": lines}
+    constants |= {"BLOCK_M": tile.rows, "SPLIT": split, "LINES": lines, "SPAN": span}
     numbers = {"N": "i32", "M": "i32", "eps": "fp32"}
     signature, values, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
@@ -391,7 +416,7 @@ def compile_one(job: Job) -> tuple[bytes, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", nargs="?", type=Path, default=Path("gpu_linear.json"))
-    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--seconds", type=float, default=100)
     parser.add_argument("--kinds", default="bf16,int4,int8")
     parser.add_argument("--rows", default="1,8,32,64,256")
     parser.add_argument("--compile", action="store_true")

@@ -2,6 +2,7 @@
 
 A program multiplies BLOCK_N rows of W element by element, 16 bytes of a row a thread, with the next tile on its way
 while it computes; sums cross threads once, at the end. The first tile is asked for before the kernel ahead has ended.
+A thread works at the same columns of all rows, so that many rows share what x costs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.ops.triton.linear_w4 import expand_floats
+from octavo.ops.triton.linear_w4 import tiny_part
 
 
 @triton.jit
@@ -65,25 +66,15 @@ def _input_row(x, norm, k, K: tl.constexpr, IS_DENSE: tl.constexpr):
 
 @triton.jit
 def _gemv_tile(
-    w, low, high, scale, offset, row, first,
-    ROW: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, CHUNK: tl.constexpr, NATIVE: tl.constexpr,
+    w, x, scale, offset, row, first, ROW: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """What a tile of the weight adds to the sums of its chunks; 4-bit sums are 1/16 of the true ones."""
-    SIXTEENTH: tl.constexpr = 0.0625 if KIND == "int4" else 1.0
-    if KIND == "int4":
-        a, b = expand_floats(w, NATIVE)
-        total = _chunks(a * (16 * low), CHUNK) + _chunks(b * high, CHUNK)
-        total -= _chunks(16 * low + high, CHUNK)
-        if offset is None:
-            total -= 0.5 * _chunks(low + high, CHUNK)
-    else:
-        total = _chunks(w.to(tl.float32) * low, CHUNK)
+    """What a tile of the weight adds to the sums of its chunks."""
+    total = _chunks(w.to(tl.float32) * x, CHUNK)
     if scale is not None and (GROUPS > 1 or offset is not None):
         chunk = first + tl.arange(0, w.shape[1] // CHUNK) * CHUNK
         total *= _factors(scale, row, chunk, ROW, GROUPS)
         if offset is not None:
-            plain = _chunks(low + high if KIND == "int4" else low, CHUNK)
-            total += _factors(offset, row, chunk, ROW, GROUPS) * (plain * SIXTEENTH)
+            total += _factors(offset, row, chunk, ROW, GROUPS) * _chunks(x, CHUNK)
     return total
 
 
@@ -92,7 +83,7 @@ def _gemv_end(total, scale, offset, bias, row, inverse, GROUPS: tl.constexpr, KI
     """Sums over chunks, the factors that were left to the end, and the bias: [rows]."""
     y = tl.sum(total, axis=1) * inverse
     if KIND == "int4":
-        y *= 16
+        y *= 2.0**49  # see `_codes_tile`
     if scale is not None and GROUPS == 1 and offset is None:
         y *= tl.load(scale + row).to(tl.float32)
     if bias is not None:
@@ -103,11 +94,11 @@ def _gemv_end(total, scale, offset, bias, row, inverse, GROUPS: tl.constexpr, KI
 @triton.jit
 def gemv_kernel(
     x, w, scale, offset, norm, bias, residual, out, N, eps,
-    K: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, GATE: tl.constexpr,
+    K: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, GATE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One row x [K] to out [N]. BLOCK_K counts what a row of w stores: bf16 values, or bytes of codes."""
-    ROW: tl.constexpr = K // 2 if KIND == "int4" else K
+    """One row x [K] to out [N]. BLOCK_K counts what a row of w stores: bf16 values, or 8-bit codes."""
+    ROW: tl.constexpr = K
     CHUNK: tl.constexpr = 8 if KIND == "bf16" else 16
     TILES: tl.constexpr = (ROW + BLOCK_K - 1) // BLOCK_K
     EVEN: tl.constexpr = ROW % BLOCK_K == 0
@@ -125,26 +116,134 @@ def gemv_kernel(
     for tile in range(TILES):
         first = tile * BLOCK_K
         byte = first + tl.arange(0, BLOCK_K)
-        next_gate = weight_tile(w, row, byte + BLOCK_K, ROW, False)
-        next_up = weight_tile(w, row + N, byte + BLOCK_K, ROW, False) if GATE is not None else next_gate
-        if KIND == "int4":
-            k = byte // (UNIT // 2) * UNIT + byte % (UNIT // 2)
-            low, low_square = _input_row(x, norm, k, K, False)
-            high, high_square = _input_row(x, norm, k + UNIT // 2, K, False)
-            square = low_square + high_square
-        else:
-            low, square = _input_row(x, norm, byte, K, KIND == "bf16")
-            high = low
+        next_gate, next_up = w_gate, w_up
+        if TILES > 1:
+            next_gate = weight_tile(w, row, byte + BLOCK_K, ROW, False)
+            next_up = weight_tile(w, row + N, byte + BLOCK_K, ROW, False) if GATE is not None else next_gate
+        value, square = _input_row(x, norm, byte, K, KIND == "bf16")
         if norm is not None:
             squares += _chunks(square, CHUNK)
-        gate += _gemv_tile(w_gate, low, high, scale, offset, row, first, ROW, GROUPS, KIND, CHUNK, NATIVE)
+        gate += _gemv_tile(w_gate, value, scale, offset, row, first, ROW, GROUPS, CHUNK)
         if GATE is not None:
-            up += _gemv_tile(w_up, low, high, scale, offset, row + N, first, ROW, GROUPS, KIND, CHUNK, NATIVE)
+            up += _gemv_tile(w_up, value, scale, offset, row + N, first, ROW, GROUPS, CHUNK)
         w_gate, w_up = next_gate, next_up
     inverse = tl.rsqrt(tl.sum(squares) / K + eps) if norm is not None else 1.0
     y = _gemv_end(gate, scale, offset, bias, row, inverse, GROUPS, KIND)
     if GATE is not None:
         y = activate(y, _gemv_end(up, scale, offset, bias, row + N, inverse, GROUPS, KIND), GATE)
+    if residual is not None:
+        y += tl.load(residual + row).to(tl.float32)
+    tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _factor(scale, row, column, K: tl.constexpr, GROUPS: tl.constexpr, NATIVE: tl.constexpr):
+    """The scales (or offsets) [rows, columns] at these columns.
+
+    Instructions of our own leave the choice of who loads what to the sums that are multiplied; a load of Triton's
+    would make them change threads.
+    """
+    place = row[:, None] * GROUPS + (tl.minimum(column, K - 1) // (K // GROUPS))[None, :]
+    if NATIVE:
+        address = scale.to(tl.int64, bitcast=True) + place.to(tl.int64) * 4
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [address], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.load(scale + place)
+
+
+@triton.jit
+def _part_of_input(x, norm, word, part: tl.constexpr, K: tl.constexpr):
+    """x at the columns of one part of words, times the weight of the norm; and its squares. [1, words]"""
+    column = (word // 16 * 128 + part * 16 + word % 16)[None, :]
+    value = tl.load(x + column, mask=column < K, other=0).to(tl.float32)
+    square = value * value
+    if norm is not None:
+        value *= tl.load(norm + column, mask=column < K, other=0).to(tl.float32)
+    return value, square
+
+
+@triton.jit
+def _scaled(
+    sums, plain, scale, offset, row, column, K: tl.constexpr, GROUPS: tl.constexpr, NATIVE: tl.constexpr
+):  # fmt: skip
+    """Sums of a span of parts over the words of a thread, [rows, words / 4], times 2^-49."""
+    plain = _chunks(plain, 4) * 2.0**-49
+    total = _chunks(sums, 4)
+    if offset is None:
+        total -= 8 * plain  # the codes stand for code - 8
+    if GROUPS > 1 or offset is not None:
+        total *= _factor(scale, row, column, K, GROUPS, NATIVE)
+        if offset is not None:
+            total += _factor(offset, row, column, K, GROUPS, NATIVE) * plain
+    return total
+
+
+@triton.jit
+def _codes_tile(
+    x, w_gate, w_up, gate, up, squares, scale, offset, norm, row, N, first,
+    K: tl.constexpr, GROUPS: tl.constexpr, SPAN: tl.constexpr, GATE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Adds a tile of words to the sums: codes as tiny numbers (see `tiny_part`) times large multiples of x."""
+    chunk = first + tl.arange(0, w_gate.shape[1] // 4) * 4
+    word = first + tl.arange(0, w_gate.shape[1])
+    for span in tl.static_range(8 // SPAN):
+        gate_sums = tl.zeros(w_gate.shape, tl.float32)
+        up_sums = gate_sums
+        plain = tl.zeros([1, w_gate.shape[1]], tl.float32)
+        for i in tl.static_range(SPAN):
+            value, square = _part_of_input(x, norm, word, span * SPAN + i, K)
+            if norm is not None:
+                squares += square
+            plain += value
+            codes, up_factor = tiny_part(w_gate, span * SPAN + i)
+            value *= up_factor
+            gate_sums += codes * value
+            if GATE is not None:
+                codes, _ = tiny_part(w_up, span * SPAN + i)
+                up_sums += codes * value
+        column = chunk // 16 * 128 + span * SPAN * 16
+        gate += _scaled(gate_sums, plain, scale, offset, row, column, K, GROUPS, NATIVE)
+        if GATE is not None:
+            up += _scaled(up_sums, plain, scale, offset, row + N, column, K, GROUPS, NATIVE)
+    return gate, up, squares
+
+
+@triton.jit
+def gemv_codes_kernel(
+    x, w, scale, offset, norm, bias, residual, out, N, eps,
+    K: tl.constexpr, GROUPS: tl.constexpr, SPAN: tl.constexpr, GATE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """One row x [K] to out [N] for 4-bit codes; BLOCK_K counts words of a row, SPAN the parts that share a scale."""
+    ROW: tl.constexpr = (K + 127) // 128 * 16
+    TILES: tl.constexpr = (ROW + BLOCK_K - 1) // BLOCK_K
+    EVEN: tl.constexpr = ROW % BLOCK_K == 0
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.minimum(n, N - 1)
+    word = tl.arange(0, BLOCK_K)
+    w_gate = weight_tile(w, row, word, ROW, EVEN)
+    w_up = weight_tile(w, row + N, word, ROW, EVEN) if GATE is not None else w_gate
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    gate = tl.zeros([BLOCK_N, BLOCK_K // 4], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K // 4], tl.float32)
+    squares = tl.zeros([1, BLOCK_K], tl.float32)
+    for tile in range(TILES):
+        first = tile * BLOCK_K
+        next_gate, next_up = w_gate, w_up
+        if TILES > 1:
+            next_gate = weight_tile(w, row, word + first + BLOCK_K, ROW, False)
+            next_up = weight_tile(w, row + N, word + first + BLOCK_K, ROW, False) if GATE is not None else next_gate
+        gate, up, squares = _codes_tile(
+            x, w_gate, w_up, gate, up, squares, scale, offset, norm, row, N, first, K, GROUPS, SPAN, GATE, NATIVE
+        )
+        w_gate, w_up = next_gate, next_up
+    inverse = tl.rsqrt(tl.sum(squares) / K + eps) if norm is not None else 1.0
+    y = _gemv_end(gate, scale, offset, bias, row, inverse, GROUPS, "int4")
+    if GATE is not None:
+        y = activate(y, _gemv_end(up, scale, offset, bias, row + N, inverse, GROUPS, "int4"), GATE)
     if residual is not None:
         y += tl.load(residual + row).to(tl.float32)
     tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)

@@ -15,21 +15,23 @@ With PDL (programmatic dependent launch) a program starts while the kernel ahead
 from __future__ import annotations
 
 import functools
+import math
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.ops.triton import runtime
-from octavo.ops.triton.gemv import activate, gemv_kernel, weight_tile
-from octavo.ops.triton.linear_w4 import expand_codes
+from octavo.ops.triton import elementwise, runtime
+from octavo.ops.triton.gemv import activate, gemv_codes_kernel, gemv_kernel, weight_tile
+from octavo.ops.triton.linear_w4 import UNIT, WORDS, expand_codes
 from octavo.ops.triton.runtime import Tile
 
 LINE = tl.constexpr(128)  # bytes that one prefetch brings to the second-level cache
-MAX_PREFETCH = 1 << 16  # bytes of a program
+MAX_PREFETCH = 16 << 20  # bytes of a weight: where several waves of programs follow, prefetching delays them
 
 
 @triton.jit
@@ -67,37 +69,36 @@ def multiply(w, x, total, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def _per_column(scale, row, column, K: tl.constexpr, GROUPS: tl.constexpr):
+    return tl.load(scale + row[:, None] * GROUPS + (tl.minimum(column, K - 1) // (K // GROUPS))[None, :])
+
+
+@triton.jit
 def _product(
-    w, low, high, scale, offset, row, group, total,
-    GROUPS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
+    w, x, scale, offset, row, first, total,
+    K: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """total [BLOCK_N, BLOCK_M] plus a tile of the weight times a tile of x, transposed.
 
     Codes without an offset are multiplied as the small whole numbers that they are, and the sums of a group scaled;
-    with one, the weight is first rounded to bf16, as the reference does.
+    with one, or with groups narrower than the tile, the weight is first rounded to bf16, as the reference does.
     """
-    ZERO: tl.constexpr = 8 if offset is None else 0
     if KIND == "int4":
-        a, b = expand_codes(w, ZERO, NATIVE)
-    else:
-        a = w.to(tl.bfloat16) if NATIVE or KIND == "bf16" else w.to(tl.float32).to(tl.bfloat16)
-        b = a
-    if KIND == "bf16":
-        total = multiply(a, low, total, NATIVE)
-    elif offset is None and GROUPS > 1:
-        part = multiply(a, low, tl.zeros_like(total), NATIVE)
-        if KIND == "int4":
-            part = multiply(b, high, part, NATIVE)
+        w = expand_codes(w, 8 if offset is None else 0, NATIVE)
+    elif KIND == "int8":
+        w = w.to(tl.bfloat16) if NATIVE else w.to(tl.float32).to(tl.bfloat16)
+    if KIND == "bf16" or (GROUPS == 1 and offset is None):
+        total = multiply(w, x, total, NATIVE)
+    elif offset is None and (K // GROUPS) % WIDTH == 0:
+        part = multiply(w, x, tl.zeros_like(total), NATIVE)
+        group = tl.minimum(first // (K // GROUPS), GROUPS - 1)
         total += part * tl.load(scale + row * GROUPS + group).to(tl.float32)[:, None]
     else:
+        column = first + tl.arange(0, WIDTH)
+        value = w.to(tl.float32) * _per_column(scale, row, column, K, GROUPS).to(tl.float32)
         if offset is not None:
-            factor = tl.load(scale + row * GROUPS + group).to(tl.float32)[:, None]
-            shift = tl.load(offset + row * GROUPS + group).to(tl.float32)[:, None]
-            a = (a.to(tl.float32) * factor + shift).to(tl.bfloat16)
-            b = (b.to(tl.float32) * factor + shift).to(tl.bfloat16)
-        total = multiply(a, low, total, NATIVE)
-        if KIND == "int4":
-            total = multiply(b, high, total, NATIVE)
+            value += _per_column(offset, row, column, K, GROUPS).to(tl.float32)
+        total = multiply(value.to(tl.bfloat16), x, total, NATIVE)
     return total
 
 
@@ -133,27 +134,31 @@ def _write(
 @triton.jit(do_not_specialize=["M"])
 def few_rows_kernel(
     x, w, scale, offset, norm, bias, residual, out, partial, counters, M, N, eps,
-    K: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, GATE: tl.constexpr,
+    K: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, GATE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     LINES: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """x [M, K] to out [M, N]; program (tile of N, part of K, tile of M).
 
-    4-bit tiles are one unit wide (BLOCK_K = UNIT / 2). LINES: how many lines of a row to prefetch before the wait.
+    BLOCK_K counts columns; 4-bit tiles are one unit wide. LINES: how many lines of a row to prefetch before the wait,
+    perhaps none.
     """
-    ROW: tl.constexpr = K // 2 if KIND == "int4" else K
-    TILES: tl.constexpr = (ROW + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
-    EVEN: tl.constexpr = ROW % (BLOCK_K * SPLIT) == 0
-    BYTES: tl.constexpr = 2 if KIND == "bf16" else 1
+    WIDTH: tl.constexpr = 16 if KIND == "int4" else BLOCK_K  # what a row of the tile stores
+    ROW: tl.constexpr = (K + 127) // 128 * 16 if KIND == "int4" else K
+    TILES: tl.constexpr = (ROW + WIDTH * SPLIT - 1) // (WIDTH * SPLIT)
+    EVEN: tl.constexpr = ROW % (WIDTH * SPLIT) == 0
+    EVEN_INPUT: tl.constexpr = K % (BLOCK_K * SPLIT) == 0
+    BYTES: tl.constexpr = 4 if KIND == "int4" else 2 if KIND == "bf16" else 1
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.minimum(n, N - 1)
     first = tl.program_id(1) * TILES
     if PDL:
-        PART: tl.constexpr = TILES * BLOCK_K * BYTES
-        _prefetch(w, row, first * BLOCK_K * BYTES, ROW * BYTES, PART, LINES)
-        if GATE is not None:
-            _prefetch(w, row + N, first * BLOCK_K * BYTES, ROW * BYTES, PART, LINES)
+        if LINES > 0:
+            PART: tl.constexpr = TILES * WIDTH * BYTES
+            _prefetch(w, row, first * WIDTH * BYTES, ROW * BYTES, PART, LINES)
+            if GATE is not None:
+                _prefetch(w, row + N, first * WIDTH * BYTES, ROW * BYTES, PART, LINES)
         gdc_wait()
         gdc_launch_dependents()
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -161,21 +166,16 @@ def few_rows_kernel(
     squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for i in range(TILES):
         tile = first + i
-        byte = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-        column = byte + tile * BLOCK_K if KIND == "int4" else byte
-        low, square = _input_tile(x, norm, m, column, M, K, EVEN)
-        high = low
-        if KIND == "int4":
-            high, high_square = _input_tile(x, norm, m, column + BLOCK_K, M, K, EVEN)
-            square += high_square
+        stored = tile * WIDTH + tl.arange(0, WIDTH)
+        column = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+        value, square = _input_tile(x, norm, m, column, M, K, EVEN_INPUT)
         if norm is not None:
             squares += square
-        group = tl.minimum(tile * BLOCK_K // (ROW // GROUPS), GROUPS - 1)
-        w_gate = weight_tile(w, row, byte, ROW, EVEN)
-        gate = _product(w_gate, low, high, scale, offset, row, group, gate, GROUPS, KIND, NATIVE)
+        w_gate = weight_tile(w, row, stored, ROW, EVEN)
+        gate = _product(w_gate, value, scale, offset, row, tile * BLOCK_K, gate, K, GROUPS, KIND, BLOCK_K, NATIVE)
         if GATE is not None:
-            w_up = weight_tile(w, row + N, byte, ROW, EVEN)
-            up = _product(w_up, low, high, scale, offset, row + N, group, up, GROUPS, KIND, NATIVE)
+            w_up = weight_tile(w, row + N, stored, ROW, EVEN)
+            up = _product(w_up, value, scale, offset, row + N, tile * BLOCK_K, up, K, GROUPS, KIND, BLOCK_K, NATIVE)
     square_sum = tl.sum(squares, axis=1)
     if SPLIT == 1:
         _write(gate, up, square_sum, scale, offset, norm, bias, residual, out, m, n, M, N, eps, K, GROUPS, KIND, GATE)
@@ -220,6 +220,8 @@ class Weight(Protocol):
     scale: Tensor | None
     offset: Tensor | None
 
+    def dense(self) -> Tensor: ...
+
 
 def few_rows(
     x: Tensor,
@@ -243,14 +245,19 @@ def few_rows(
     n = weight.shape[0] if gate is None else weight.shape[0] // 2
     if tile is None:
         tile = runtime.tile(weight.kind, weight.shape[0], k, rows)
-    block_k, split, lines = _plan(tile, weight.kind, k, weight.unit, weight.groups, weight.offset is not None)
+    if tile.split == 0:
+        return _in_steps(x, weight, bias, out_dtype, norm, eps, gate, residual)
+    block_k, split, lines, span = _plan(tile, weight.kind, k, weight.unit, weight.groups, weight.shape[0])
     out = torch.empty((rows, n), dtype=out_dtype, device=x.device)
-    pdl, native = runtime.uses_dependent_launch(x.device), runtime.is_native()
-    constants = (k, weight.groups, weight.kind, weight.unit, gate)
+    pdl = runtime.uses_dependent_launch(x.device) and weight.data.nbytes <= runtime.dependent_bytes(weight.kind, rows)
+    native = runtime.is_native()
     tensors = (x, weight.data, weight.scale, weight.offset, norm, bias, residual, out)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": pdl}
     if tile.rows == 1:
-        gemv_kernel[(triton.cdiv(n, tile.n),)](*tensors, n, eps, *constants, tile.n, block_k, pdl, native, **options)
+        codes = weight.kind == "int4"
+        kernel, detail = (gemv_codes_kernel, span) if codes else (gemv_kernel, weight.kind)
+        constants = (k, weight.groups, detail, gate, tile.n, block_k, pdl, native)
+        kernel[(triton.cdiv(n, tile.n),)](*tensors, n, eps, *constants, **options)
         return out
     columns, blocks = triton.cdiv(n, tile.n), triton.cdiv(rows, tile.rows)
     partial: Tensor | None = None
@@ -260,26 +267,56 @@ def few_rows(
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         counters = runtime.counters(x.device, columns * blocks)
     few_rows_kernel[(columns, split, blocks)](
-        *tensors, partial, counters, rows, n, eps, *constants, tile.rows, tile.n, block_k, split, lines, pdl, native,
-        **options,
+        *tensors, partial, counters, rows, n, eps, k, weight.groups, weight.kind, gate,
+        tile.rows, tile.n, block_k, split, lines, pdl, native, **options,
     )  # fmt: skip
     return out
 
 
+def _in_steps(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    norm: Tensor | None,
+    eps: float,
+    gate: str | None,
+    residual: Tensor | None,
+) -> Tensor:
+    """The same by cuBLAS and kernels for the rest, where that was measured to be faster."""
+    if norm is not None:
+        x = elementwise.rms_norm(x, norm, eps)
+    y = plain_product(x, weight.dense(), bias, out_dtype)
+    if gate is not None:
+        y = elementwise.silu_mul(y) if gate == "silu" else elementwise.gelu_tanh_mul(y)
+    return y if residual is None else y + residual
+
+
+def plain_product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """cuBLAS, which writes float32 itself where that is asked for."""
+    x = x.to(weight.dtype)
+    if out_dtype == torch.float32 and x.is_cuda:
+        y = torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return y if bias is None else y.add_(bias)
+    return F.linear(x, weight, bias).to(out_dtype)
+
+
 @functools.cache
-def _plan(tile: Tile, kind: str, k: int, unit: int, groups: int, has_offset: bool) -> tuple[int, int, int]:
-    """(stored columns of a tile, parts of K, lines of a row to prefetch) that fit the weight."""
-    stored = k // 2 if kind == "int4" else k
+def _plan(tile: Tile, kind: str, k: int, unit: int, groups: int, n: int) -> tuple[int, int, int, int]:
+    """(columns or, for one row, stored columns of a tile, parts of K, lines of a row to prefetch, parts of a word that
+    share a scale) that fit the weight."""
+    span = math.gcd(k // groups, UNIT) // WORDS
+    stored = -(-k // UNIT) * WORDS if kind == "int4" else k
     block_k = min(tile.k, 1 << (stored - 1).bit_length())
     if tile.rows == 1:
-        return block_k, 1, 0
+        return block_k, 1, 0, span
     if kind == "int4":
-        block_k = unit // 2
-    elif kind == "int8" and (groups > 1 or has_offset):
+        block_k = UNIT
+    elif kind == "int8":
         block_k = min(block_k, unit)
-    tiles = -(-stored // block_k)
+    tiles = -(-k // block_k)
     split = min(tile.split, tiles)
     split = -(-tiles // -(-tiles // split))  # no part is empty
-    num_bytes = -(-tiles // split) * block_k * (2 if kind == "bf16" else 1)
-    num_bytes = min(num_bytes, MAX_PREFETCH // tile.n)
-    return block_k, split, 1 << (-(-num_bytes // LINE.value) - 1).bit_length()
+    bits = 16 if kind == "bf16" else int(kind[3:])
+    lines = -(-tiles // split) * block_k * bits // 8 // LINE.value
+    return block_k, split, 1 << (max(lines, 1) - 1).bit_length() if n * k * bits // 8 <= MAX_PREFETCH else 0, span

@@ -1,95 +1,108 @@
 """4-bit codes in the order that the kernels read, how they become numbers, and whole weights made bf16.
 
-A row of K codes is cut into units of UNIT columns (at most 128, never across a group); a unit is UNIT / 2 bytes. Byte b
-of a unit holds the "low" column b in its low half and the "high" column UNIT / 2 + b above it, so that both halves
-multiply x at contiguous places and no value changes its place when codes are taken apart.
+A row of K codes is cut into units of 128 columns (the last one padded), and a unit is 16 words of 32 bits. Bits 4 j to
+4 j + 3 of word i hold column 16 j + i. So part j of neighbouring words multiplies neighbouring values of x, loads are
+16 bytes of words that need no taking apart, and a part never crosses a group of scales.
 
-Setting a code c below the exponent of 128 makes the bf16 number 128 + c exactly (and 1 + c / 256 or 1 + c / 16 in
-float32), so no conversion instruction is needed; the idea is that of Kim et al., "Who Says Elephants Can't Run", 2022.
+No conversion instruction is needed. Setting a code c below the exponent of 128 makes the bf16 number 128 + c exactly;
+the idea is that of Kim et al., "Who Says Elephants Can't Run", 2022. In float32, `tiny_part` needs a mask alone.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.triton import runtime
 
-_BF16_PAIRS = """{
-    .reg .b32 low, high, one, zero, bits;
-    mov.b32 bits, 0x43434343;
-    mov.b32 one, 0x3f803f80;
-    mov.b32 zero, MINUS_ZERO;
-    and.b32 low, $4, 0x0f0f0f0f;
-    shr.u32 high, $4, 4;
-    and.b32 high, high, 0x0f0f0f0f;
-    prmt.b32 $0, low, bits, 0x4140;
-    prmt.b32 $1, low, bits, 0x4342;
-    prmt.b32 $2, high, bits, 0x4140;
-    prmt.b32 $3, high, bits, 0x4342;
-    fma.rn.bf16x2 $0, $0, one, zero;
-    fma.rn.bf16x2 $1, $1, one, zero;
-    fma.rn.bf16x2 $2, $2, one, zero;
-    fma.rn.bf16x2 $3, $3, one, zero;
-}"""
-_MINUS_128 = tl.constexpr(_BF16_PAIRS.replace("MINUS_ZERO", "0xc300c300"))
-_MINUS_136 = tl.constexpr(_BF16_PAIRS.replace("MINUS_ZERO", "0xc308c308"))
-_FLOATS = tl.constexpr(
-    "{ .reg .b32 t;"
-    + "".join(
-        f"{shift}.b32 t, $8, {count};"
-        f"lop3.b32 ${i}, t, 0x00078000, 0x3f800000, 0xea;"
-        f"lop3.b32 ${i + 4}, t, 0x00780000, 0x3f800000, 0xea;"
-        for i, (shift, count) in enumerate((("shl", 15), ("shl", 7), ("shr", 1), ("shr", 9)))
-    )
-    + "}"
-)
+UNIT = 128  # columns
+WORDS = 16  # of a unit
+_WORDS = tl.constexpr(WORDS)
 
 
-def pack_codes(codes: Tensor, unit: int) -> Tensor:
-    """Codes [N, K / 2] with the even column in the low half of a byte, to the order of the kernels, same shape."""
-    columns = torch.stack((codes & 15, codes >> 4), dim=-1).view(codes.shape[0], -1, 2, unit // 2)
-    return (columns[:, :, 0] | (columns[:, :, 1] << 4)).reshape(codes.shape)
+def _pairs(zero: str) -> str:
+    """Instructions that take two words to eight pairs of bf16 codes, less a number: part j of both in pair j.
+
+    Bytes 0 or 1 (2 or 3) of both words become two halves of a register, whose four nibbles are two parts.
+    """
+    lines = [".reg .b32 both, one, zero;", "mov.b32 one, 0x3f803f80;", f"mov.b32 zero, {zero};"]
+    for byte in range(4):
+        low, high = 2 * byte, 2 * byte + 1
+        lines += [
+            f"prmt.b32 both, $8, $9, 0x{4 + byte}{4 + byte}{byte}{byte};",
+            f"lop3.b32 ${low}, both, 0x000f000f, 0x43004300, 0xea;",
+            "shr.u32 both, both, 4;",
+            f"lop3.b32 ${high}, both, 0x000f000f, 0x43004300, 0xea;",
+            f"fma.rn.bf16x2 ${low}, ${low}, one, zero;",
+            f"fma.rn.bf16x2 ${high}, ${high}, one, zero;",
+        ]
+    return "{" + " ".join(lines) + "}"
 
 
-def unpack_codes(packed: Tensor, unit: int) -> Tensor:
-    """The codes [N, K], one a byte, of rows in the order of the kernels."""
-    units = packed.view(packed.shape[0], -1, unit // 2)
-    return torch.stack((units & 15, units >> 4), dim=2).flatten(1)
+_MINUS_128 = tl.constexpr(_pairs("0xc300c300"))
+_MINUS_136 = tl.constexpr(_pairs("0xc308c308"))
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    """Codes [N, K / 2] with the even column in the low half of a byte, as words int32 [N, 16 ceil(K / 128)]."""
+    codes = F.pad(codes, (0, -codes.shape[1] % (UNIT // 2)))
+    columns = torch.stack((codes & 15, codes >> 4), dim=-1).view(codes.shape[0], -1, 8, WORDS)
+    words = torch.zeros((codes.shape[0], columns.shape[1], WORDS), dtype=torch.int32, device=codes.device)
+    for part in range(8):
+        words |= columns[:, :, part].to(torch.int32) << 4 * part
+    return words.flatten(1)
+
+
+def unpack_codes(words: Tensor, columns: int) -> Tensor:
+    """The codes [N, columns], uint8 and one a byte, of rows of words."""
+    units = words.view(words.shape[0], -1, 1, WORDS)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)[:, None]
+    return ((units >> shifts) & 15).to(torch.uint8).flatten(1)[:, :columns]
 
 
 @triton.jit
 def expand_codes(w, ZERO: tl.constexpr, NATIVE: tl.constexpr):
-    """bf16 code - ZERO (0 or 8) of the low and the high columns of a tile of bytes."""
+    """bf16 code - ZERO (0 or 8) of one unit of words [N, 16]: [N, 128] in the order of columns."""
     if NATIVE:
         ASM: tl.constexpr = _MINUS_136 if ZERO == 8 else _MINUS_128
-        low, high = tl.inline_asm_elementwise(
-            ASM, "=&r,=&r,=&r,=&r,r", [w], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            ASM,
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+            [w],
+            dtype=(
+                tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16
+            ),
+            is_pure=True,
+            pack=2,
+        )  # fmt: skip
     else:
-        low = ((w & 15).to(tl.float32) - ZERO).to(tl.bfloat16)
-        high = ((w >> 4).to(tl.float32) - ZERO).to(tl.bfloat16)
-    return low, high
+        a, b, c, d = _code(w, 0, ZERO), _code(w, 1, ZERO), _code(w, 2, ZERO), _code(w, 3, ZERO)
+        e, f, g, h = _code(w, 4, ZERO), _code(w, 5, ZERO), _code(w, 6, ZERO), _code(w, 7, ZERO)
+    even = tl.join(tl.join(a, e), tl.join(c, g))
+    odd = tl.join(tl.join(b, f), tl.join(d, h))
+    parts = tl.reshape(tl.join(even, odd), [w.shape[0], w.shape[1], 8])
+    return tl.reshape(tl.permute(parts, (0, 2, 1)), [w.shape[0], 8 * w.shape[1]])
 
 
 @triton.jit
-def expand_floats(w, NATIVE: tl.constexpr):
-    """float32 1 + code / 256 of the low columns of a tile of bytes, and 1 + code / 16 of the high ones."""
-    if NATIVE:
-        low, high = tl.inline_asm_elementwise(
-            _FLOATS,
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
-            [w],
-            dtype=(tl.float32, tl.float32),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        low = 1 + (w & 15).to(tl.float32) / 256
-        high = 1 + (w >> 4).to(tl.float32) / 16
-    return low, high
+def _code(w, part: tl.constexpr, ZERO: tl.constexpr):
+    return (((w >> (4 * part)) & 15) - ZERO).to(tl.float32).to(tl.bfloat16)
+
+
+@triton.jit
+def tiny_part(w, part: tl.constexpr):
+    """The codes of one part of words times 2^(place - 149), as float32, and times which number that is code 2^-49.
+
+    Up to 24 bits read as a float32 are that integer times 2^-149, because the smallest exponent continues the
+    subnormal numbers, and products take those as fast as others. So a mask makes a number of a code in its place.
+    """
+    PLACE: tl.constexpr = 4 * part if part < 6 else 4 * part - 8
+    placed = w if part < 6 else w >> 8
+    UP: tl.constexpr = 2.0 ** (100 - PLACE)
+    return (placed & (15 << PLACE)).to(tl.float32, bitcast=True), UP
 
 
 @triton.jit
@@ -98,26 +111,22 @@ def dequantize_kernel(
     K: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_N: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """out [N, K] bf16; a program makes BLOCK_N rows of one unit."""
-    BYTES: tl.constexpr = UNIT // 2 if KIND == "int4" else UNIT
-    ROW: tl.constexpr = K // 2 if KIND == "int4" else K
+    """out [N, K] bf16; a program makes BLOCK_N rows of one unit of columns."""
     unit = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (n < N)[:, None]
     row = tl.minimum(n, N - 1).to(tl.int64)[:, None]
-    byte = tl.arange(0, BYTES)
-    codes = tl.load(w + row * ROW + unit * BYTES + byte[None, :])
-    group = unit * UNIT // (K // GROUPS)
+    column = unit * UNIT + tl.arange(0, UNIT)[None, :]
+    group = tl.minimum(column, K - 1) // (K // GROUPS)
     factor = tl.load(scale + row * GROUPS + group).to(tl.float32)
     shift = tl.load(offset + row * GROUPS + group).to(tl.float32) if offset is not None else 0.0
-    target = out + row * K + unit * UNIT + byte[None, :]
     if KIND == "int4":
-        ZERO: tl.constexpr = 8 if offset is None else 0
-        low, high = expand_codes(codes, ZERO, NATIVE)
-        tl.store(target, (low.to(tl.float32) * factor + shift).to(tl.bfloat16), mask=inside)
-        tl.store(target + BYTES, (high.to(tl.float32) * factor + shift).to(tl.bfloat16), mask=inside)
+        ROW: tl.constexpr = (K + 127) // 128 * _WORDS
+        word = unit * _WORDS + tl.arange(0, _WORDS)[None, :]
+        codes = expand_codes(tl.load(w + row * ROW + word), 8 if offset is None else 0, NATIVE)
     else:
-        tl.store(target, (codes.to(tl.float32) * factor + shift).to(tl.bfloat16), mask=inside)
+        codes = tl.load(w + row * K + column)
+    value = codes.to(tl.float32) * factor + shift
+    tl.store(out + row * K + column, value.to(tl.bfloat16), mask=(n < N)[:, None] & (column < K))
 
 
 def dequantize(
@@ -127,7 +136,7 @@ def dequantize(
     n, k = shape
     out = torch.empty(shape, dtype=torch.bfloat16, device=codes.device)
     block = 64
-    dequantize_kernel[triton.cdiv(n, block), k // unit](
+    dequantize_kernel[triton.cdiv(n, block), triton.cdiv(k, unit)](
         codes, scale, offset, out, n, k, scale.shape[1], kind, unit, block, runtime.is_native(), num_warps=4
     )
     return out

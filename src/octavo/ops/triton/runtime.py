@@ -76,7 +76,8 @@ def counters(device: torch.device, needed: int = 0) -> torch.Tensor:
 class Tile(NamedTuple):
     """Sizes of a product kernel: rows of x, rows and stored columns of the weight, parts of K, warps, stages.
 
-    One row of x means the kernel without matrix units. Stored columns are bf16 values or bytes of codes.
+    One row of x means the kernel without matrix units. Stored columns are bf16 values, 8-bit codes or words of 4-bit
+    ones. No part of K means cuBLAS, with kernels of their own for what would have been fused.
     """
 
     rows: int
@@ -103,31 +104,56 @@ def tile(kind: str, n: int, k: int, m: int) -> Tile:
 
 
 @functools.cache
-def tuned_tiles() -> dict[tuple[str, int, int, int], Tile]:
-    """What `benchmarks/gpu_linear.py` measured on this model of GPU: (kind, n, k, bucket) -> Tile."""
+def _table() -> Path | None:
+    """What `benchmarks/gpu_linear.py` measured on this model of GPU."""
     if not torch.cuda.is_available():
-        return {}
+        return None
     path = Path(__file__).parent / "tuned" / f"{torch.cuda.get_device_name().replace(' ', '_')}.json"
-    return read_tiles(path) if path.is_file() else {}
+    return path if path.is_file() else None
+
+
+@functools.cache
+def tuned_tiles() -> dict[tuple[str, int, int, int], Tile]:
+    """(kind, n, k, bucket) -> Tile for this GPU."""
+    path = _table()
+    return {} if path is None else read_tiles(path)
 
 
 def read_tiles(path: Path) -> dict[tuple[str, int, int, int], Tile]:
     """Lines {"kind", "n", "k", "m", "tile": [6 numbers]} of a table of tiles."""
     entries = json.loads(path.read_text())
-    return {(e["kind"], e["n"], e["k"], e["m"]): Tile(*e["tile"]) for e in entries}
+    return {(e["kind"], e["n"], e["k"], e["m"]): Tile(*e["tile"]) for e in entries if "tile" in e}
+
+
+@functools.cache
+def tuned_dependent_bytes() -> dict[tuple[str, int], int]:
+    """(kind, bucket) -> bytes of the largest weight whose product is launched early: lines with "dependent_bytes"."""
+    path = _table()
+    entries = [] if path is None else json.loads(path.read_text())
+    return {(e["kind"], e["m"]): e["dependent_bytes"] for e in entries if "dependent_bytes" in e}
+
+
+def dependent_bytes(kind: str, m: int) -> int:
+    """Up to which size of a weight its product starts before the kernel ahead has ended.
+
+    A product that runs for long gains little, and its waiting programs are in the way of those that still work.
+    """
+    return tuned_dependent_bytes().get((kind, bucket(m)), 24_000_000)
 
 
 def default_tile(kind: str, n: int, k: int, m: int) -> Tile:
     """Sizes for a shape that nobody measured: about two programs a multiprocessor of an H200, and a few tiles each."""
     programs = 264
     if m == 1:
+        if kind == "int4":  # a thread has four words of each row
+            wide = k % 4096 == 0
+            return Tile(1, 8, 512 if wide else 128, 1, 4 if wide else 1, 1)
         most = 8 if kind == "bf16" else 4  # codes take more registers
         return Tile(1, most if n >= most * programs else 4 if n >= 4 * programs else 2, 1024, 1, 4, 1)
     rows = min(m, 64)
     block = 64 if n < 16384 or rows < 64 else 128
-    depth = 128 if kind == "bf16" else 64
-    stored = k // 2 if kind == "int4" else k
-    split = max(1, min(programs * block // n, stored // (2 * depth), 16))
+    depth = 128
+    split = max(1, min(programs * block // n, k // (2 * depth), 16))
     stages = 3 if rows > 32 else 4 if kind == "bf16" else 6
     return Tile(rows, block, depth, split, 8 if rows * block >= 8192 else 4, stages)
 

@@ -16,13 +16,15 @@ CODES_ROWS = 256  # up to here codes are expanded inside the product, then once 
 UNITS = (128, 64, 32)
 
 _few_rows = runtime.lazy("linear", "few_rows")
+_plain_product = runtime.lazy("linear", "plain_product")
 
 
 class TritonWeight(PackedWeight):
     """A weight that the few-row kernels read.
 
-    kind: "bf16", "int4" or "int8". data: bf16 [N, K], int8 [N, K], or uint8 [N, K / 2] in the order of `linear_w4`.
-    unit: columns that are scaled together and stored side by side. scale, offset: float32 [N, groups] or None.
+    kind: "bf16", "int4" or "int8". data: bf16 [N, K], int8 [N, K], or the words of `linear_w4`.
+    unit: columns that are surely scaled together (8 bits), or stored together (4).
+    scale, offset: float32 [N, groups] or None.
     """
 
     kind: str
@@ -47,7 +49,7 @@ class TritonWeight(PackedWeight):
         if x.shape[1] != self.shape[1]:
             raise ValueError(f"linear: x has {x.shape[1]} columns, but the weight takes {self.shape[1]}")
         if x.shape[0] > self.most_rows:
-            return _many_rows(x, self.dense(), bias, out_dtype)
+            return _plain_product(x, self.dense(), bias, out_dtype)
         if x.shape[0] == 0:
             return x.new_empty((0, self.shape[0]), dtype=out_dtype)
         return self.few(x.to(torch.bfloat16).contiguous(), bias, out_dtype)
@@ -90,9 +92,9 @@ class TritonCodes(TritonWeight):
         self.kind = f"int{weight.scheme.num_bits}"
         self.name = f"triton {weight.scheme.num_bits}-bit"
         self.groups = weight.scale.shape[1]
-        self.unit = _unit(self.shape[1], self.groups)
+        self.unit = linear_w4.UNIT if self.kind == "int4" else _unit(self.shape[1], self.groups)
         codes = weight.codes.to(device)
-        self.data = linear_w4.pack_codes(codes, self.unit) if self.kind == "int4" else codes.contiguous()
+        self.data = linear_w4.pack_codes(codes) if self.kind == "int4" else codes.contiguous()
         self.scale = weight.scale.to(device, torch.float32).contiguous()
         self.offset = None if weight.offset is None else weight.offset.to(device, torch.float32).contiguous()
         if self.offset is not None and self.kind == "int4" and torch.equal(self.offset, -8 * self.scale):
@@ -104,7 +106,7 @@ class TritonCodes(TritonWeight):
         flat = ids.flatten()
         codes = self.data[flat]
         if self.kind == "int4":
-            codes = self._unpack(codes, self.unit)
+            codes = self._unpack(codes, self.shape[1])
         weight = codes.float().unflatten(-1, (self.groups, -1))
         scale = self.scale[flat][..., None]
         if self.offset is not None:
@@ -128,15 +130,6 @@ def _settle(device: torch.device) -> None:
 def _unit(columns: int, groups: int) -> int:
     """The largest unit that divides a group, or 0."""
     return next((unit for unit in UNITS if (columns // groups) % unit == 0), 0)
-
-
-def _many_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """cuBLAS, which writes float32 itself where that is asked for."""
-    x = x.to(weight.dtype)
-    if out_dtype == torch.float32 and x.is_cuda:
-        y = torch.mm(x, weight.t(), out_dtype=torch.float32)
-        return y if bias is None else y.add_(bias)
-    return F.linear(x, weight, bias).to(out_dtype)
 
 
 def _rejects_device(dtype: torch.dtype, device: torch.device) -> str | None:
