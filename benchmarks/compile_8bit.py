@@ -172,8 +172,11 @@ def rows(wanted: str) -> list[bool]:
                 compiled = compile_kernel(elementwise.gate_parts_kernel, signature, parts, options | {"num_warps": 8})
                 results.append(report(f"gate in parts {width} {kind}", compiled))
                 signature["codes"] = signature.pop("out")
-                compiled = compile_kernel(quantize.quantize_kernel, signature, constants, options)
+                compiled = compile_kernel(quantize.quantize_kernel, signature, constants | {"fixed": None}, options)
                 results.append(report(f"quantize {width} {kind} {warps}", compiled))
+                signature["fixed"] = "fp32"
+                compiled = compile_kernel(quantize.quantize_kernel, signature, constants, options)
+                results.append(report(f"quantize by a static scale {width} {kind} {warps}", compiled))
     return results
 
 

@@ -372,6 +372,26 @@ def test_parts_that_do_not_fit_are_named() -> None:
         reader_of({"targets": ["Linear"], "weights": nvfp4}, tensors | {"m.weight_packed": packed}).read("m")
 
 
+def test_a_static_input_scale_is_read() -> None:
+    eight = {"num_bits": 8, "type": "int", "symmetric": True}
+    static = eight | {"strategy": "tensor", "dynamic": False}
+    group = {"targets": ["Linear"], "weights": eight | {"strategy": "channel"}, "input_activations": static}
+    tensors = {"m.weight": torch.ones(4, 16, dtype=torch.int8), "m.weight_scale": torch.ones(4, 1)}
+    given = [reader_of(group, tensors | {"m.input_scale": torch.tensor(scale)}).read("m") for scale in (0.5, [0.25])]
+    parts = [part for part in given if isinstance(part, QuantizedWeight)]
+    assert [part.input_scale for part in parts] == [0.5, 0.25]
+    assert QuantizedWeight.concat(parts).input_scale == 0.5
+    assert parts[1].select_rows(torch.tensor([2])).input_scale == 0.25
+    with pytest.raises(CheckpointError, match=r"m\.input_scale is not stored"):
+        reader_of(group, tensors).read("m")
+    for wrong in (torch.ones(2), torch.tensor(0.0)):
+        with pytest.raises(CheckpointError, match=r"m\.input_scale must be one positive number"):
+            reader_of(group, tensors | {"m.input_scale": wrong}).read("m")
+    parts[0].input_scale = None
+    with pytest.raises(CheckpointError, match="static input scale, or none"):
+        QuantizedWeight.concat(parts)
+
+
 def test_a_missing_scale_is_named(tiny_llama: Path, tmp_path: Path) -> None:
     write_compressed(tiny_llama, tmp_path / "q", WRITTEN["W4A16"])
     tensors = load_file(tmp_path / "q" / "model.safetensors")

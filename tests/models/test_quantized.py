@@ -96,7 +96,7 @@ def test_int8_activations_stay_within_their_rounding(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("strategy", "dynamic"), [("channel", True), ("tensor", False), ("channel", None)])
 def test_float8_checkpoints(strategy: str, dynamic: bool | None, tmp_path: Path) -> None:
-    """Dynamic tokens, a static scale (which is not used) and float8 weights alone, as LLM Compressor writes them."""
+    """Dynamic tokens, a static scale and float8 weights alone, as LLM Compressor writes them."""
     reference = save_random(LlamaConfig(**SIZES), tmp_path, std=0.15)
     writer = ShardWriter(tmp_path)
     for name, parameter in reference.named_parameters():
@@ -128,6 +128,8 @@ def test_float8_checkpoints(strategy: str, dynamic: bool | None, tmp_path: Path)
     model = load(tmp_path)
     kinds = {packed.input_kind for layer in model.layers for packed in layer.attention.qkv.packed}
     assert kinds == {None if dynamic is None else "fp8"}
+    scales = {packed.input_scale for layer in model.layers for packed in layer.attention.qkv.packed}
+    assert scales == {0.5 if dynamic is False else None}
     assert_close_everywhere(model, reference, 1e-3 if dynamic is None else 0.4)
 
 

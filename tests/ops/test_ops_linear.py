@@ -234,6 +234,26 @@ def test_rounding_of_rows_to_eight_bits() -> None:
     assert scale[0].item() == 1
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_static_scale_rounds_every_row(kind: str) -> None:
+    generator = torch.Generator().manual_seed(18)
+    dtype = torch.int8 if kind == "int8" else torch.float8_e4m3fn
+    codes = (torch.randn(16, 64, generator=generator) * 50).to(dtype)
+    of = "int" if kind == "int8" else "float"
+    static = ActivationScheme(type=of, strategy="tensor", dynamic=False)
+    scheme = WeightScheme(8, of, True, "channel", None, static)
+    weight = QuantizedWeight(scheme, (16, 64), codes, torch.rand(16, 1, generator=generator), input_scale=0.25)
+    packed = ops.pack_weight(weight, torch.bfloat16)
+    assert packed.input_scale == 0.25
+    x = torch.randn(5, 64, generator=generator).bfloat16()
+    x[0, :2] = torch.tensor([500.0, -500.0])  # beyond the largest code
+    largest = (127, -128) if kind == "int8" else (448, -448)
+    rounded = (x.float() * 4).clamp(largest[1], largest[0])
+    rounded = rounded.round() if kind == "int8" else rounded.to(dtype).float()
+    expected = rounded @ (codes.float() * weight.scale).T * 0.25
+    torch.testing.assert_close(ops.linear(x, packed, None, torch.float32), expected, rtol=1e-5, atol=1e-3)
+
+
 def test_rounding_of_rows_equals_the_package() -> None:
     """For FP8: int8 follows vLLM's kernels, whose largest code is 127 where the package takes 127.5."""
     quantization = pytest.importorskip("compressed_tensors.quantization")

@@ -50,8 +50,27 @@ class CompressedReader:
     def read(self, module: str) -> QuantizedWeight | Tensor:
         """4 and 8 integer bits by group, channel or tensor, and E4M3 by channel or tensor, stay quantized.
 
-        The rest comes dense, in float32. A static `input_scale` is not read: inputs are scaled token by token.
+        The rest comes dense, in float32. Static activations bring the one scale of the layer's input.
         """
+        weight = self._read(module)
+        if isinstance(weight, QuantizedWeight):
+            weight.input_scale = self._input_scale(module, weight.scheme)
+        return weight
+
+    def _input_scale(self, module: str, scheme: WeightScheme) -> float | None:
+        """The static scale of the layer's input, or None where its scheme scales each token."""
+        activations = scheme.activations
+        if activations is None or activations.dynamic:
+            return None
+        name = f"{module}.input_scale"
+        if not self._source.has_stored(name):
+            raise CheckpointError(f"{module}: its activations are static, but {name} is not stored")
+        scale = self._source.stored(name)
+        if scale.numel() != 1 or not 0 < float(scale) < float("inf"):
+            raise CheckpointError(f"{name} must be one positive number; it has shape {list(scale.shape)}")
+        return float(scale)
+
+    def _read(self, module: str) -> QuantizedWeight | Tensor:
         group = self.config.group_of(module)
         if group is None:
             raise CheckpointError(

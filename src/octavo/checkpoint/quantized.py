@@ -54,6 +54,8 @@ class QuantizedWeight:
     codes: Tensor
     scale: Tensor
     offset: Tensor | None = None
+    input_scale: float | None = None
+    """The one scale of the layer's input where the checkpoint fixes it (static activations); None: a scale a token."""
 
     def __post_init__(self) -> None:
         rows, columns = self.shape
@@ -113,11 +115,14 @@ class QuantizedWeight:
         """The same weight with rows taken in the order of `index` [M]."""
         offset = None if self.offset is None else self.offset[index]
         shape = (index.numel(), self.shape[1])
-        return QuantizedWeight(self.scheme, shape, self.codes[index], self.scale[index], offset)
+        return QuantizedWeight(self.scheme, shape, self.codes[index], self.scale[index], offset, self.input_scale)
 
     @staticmethod
     def concat(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Stack weights along N, for fused projections. The scheme, K and the dtype of the scales must be the same."""
+        """Stack weights along N, for fused projections. The scheme, K and the dtype of the scales must be the same.
+
+        Static scales of the input they share become the largest of them, as vLLM has it.
+        """
         first = parts[0]
         for part in parts[1:]:
             same = part.scheme == first.scheme and part.shape[1] == first.shape[1]
@@ -126,6 +131,9 @@ class QuantizedWeight:
                     f"fused projections must be quantized alike: {first.scheme} {first.shape} {first.scale.dtype} "
                     f"is not {part.scheme} {part.shape} {part.scale.dtype}"
                 )
+        inputs = [part.input_scale for part in parts if part.input_scale is not None]
+        if inputs and len(inputs) != len(parts):
+            raise CheckpointError("fused projections must all have a static input scale, or none of them")
         offsets = [part.offset for part in parts if part.offset is not None]
         return QuantizedWeight(
             first.scheme,
@@ -133,6 +141,7 @@ class QuantizedWeight:
             torch.cat([part.codes for part in parts]),
             torch.cat([part.scale for part in parts]),
             torch.cat(offsets) if offsets else None,
+            max(inputs, default=None),
         )
 
 

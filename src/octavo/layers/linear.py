@@ -92,4 +92,5 @@ def merge_parts(parts: Sequence[Weight]) -> list[Weight]:
 
 def _layout(weight: QuantizedWeight) -> tuple[object, ...]:
     """What must agree for parts to share one packed weight."""
-    return (weight.scheme, weight.shape[1], weight.scale.shape[1], weight.scale.dtype, weight.offset is None)
+    scales = (weight.scale.shape[1], weight.scale.dtype, weight.offset is None, weight.input_scale is None)
+    return (weight.scheme, weight.shape[1], *scales)

@@ -60,6 +60,8 @@ class QuantizedWeightLike(Protocol):
     def offset(self) -> Tensor | None: ...
     @property
     def scheme(self) -> WeightSchemeLike: ...
+    @property
+    def input_scale(self) -> float | None: ...
 
 
 class PackedWeight(ABC):
@@ -69,6 +71,8 @@ class PackedWeight(ABC):
     shape: tuple[int, int]
     input_kind: str | None = None
     """"int8" or "fp8" where the product takes rows that `reference.quantize_rows` rounds to that, else None."""
+    input_scale: float | None = None
+    """The static scale of those rows, or None where each row has its own."""
 
     @property
     @abstractmethod
@@ -154,6 +158,7 @@ class TorchQuantized(PackedWeight):
         self.shape = (int(weight.shape[0]), int(weight.shape[1]))
         self.num_bits = weight.scheme.num_bits
         self.input_kind = input_kind(weight.scheme)
+        self.input_scale = weight.input_scale
         self.dtype = dtype
         self.codes = weight.codes.to(device).contiguous()
         self.scale = weight.scale.to(device)
@@ -165,7 +170,8 @@ class TorchQuantized(PackedWeight):
 
     def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         if self.input_kind is not None:
-            return self.linear_quantized(*reference.quantize_rows(x, self.input_kind), bias, out_dtype)
+            codes, scale = reference.quantize_rows(x, self.input_kind, self.input_scale)
+            return self.linear_quantized(codes, scale, bias, out_dtype)
         return self._product(x, self.rows(slice(None), x.dtype), bias).to(out_dtype)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -208,7 +214,6 @@ def input_kind(scheme: WeightSchemeLike) -> str | None:
     activations = scheme.activations
     if activations is None:
         return None
-    # A static scale is not read from the checkpoint: scaling each token by its own range is at least as accurate.
     kind = (activations.num_bits, activations.type, activations.symmetric)
     if kind != (8, scheme.type, True) or activations.strategy not in ("token", "tensor"):
         raise UserError(

@@ -130,17 +130,20 @@ def _attend(
     return out.permute(2, 0, 1, 3).flatten(1, 2).to(v.dtype)
 
 
-def quantize_rows(x: Tensor, kind: str = "int8") -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, kind: str = "int8", fixed: float | None = None) -> tuple[Tensor, Tensor]:
     """Symmetric 8-bit codes [T, K] and float32 scales [T, 1], one a row, as serving engines round dynamic tokens.
 
     "int8": the largest magnitude maps to 127, as in vLLM's kernels (compressed-tensors' own simulation divides by
-    127.5, and clamps); codes are rounded to nearest, ties to even. "fp8": the largest magnitude maps to 448, the largest E4M3 number, and x / scale is
-    rounded to float8_e4m3fn to nearest, ties to even. The quotients are those of float32.
+    127.5, and clamps); codes are rounded to nearest, ties to even. "fp8": the largest magnitude maps to 448, the
+    largest E4M3 number, and x / scale is rounded to float8_e4m3fn to nearest, ties to even. The quotients are those of
+    float32. `fixed` is a static scale: every row has it, and what lies beyond the largest code becomes that code.
     """
     x = x.float()
     largest = x.abs().amax(dim=-1, keepdim=True)
     # Torch multiplies by the reciprocal where the divisor is a number on a GPU, which is not the same quotient.
     scale = (largest / torch.full_like(largest, LARGEST_CODE[kind])).clamp(min=torch.finfo(torch.float32).tiny)
+    if fixed is not None:
+        scale = torch.full_like(largest, fixed)
     if kind == "fp8":
         return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
     return torch.round(x / scale).clamp(-128, 127).to(torch.int8), scale

@@ -10,8 +10,9 @@ from torch import Tensor
 from octavo import ops
 from octavo.checkpoint.quantized import QuantizedWeight
 from octavo.checkpoint.scheme import ActivationScheme, WeightScheme
+from octavo.ops import reference
 from octavo.ops.packed_weight import TorchQuantized
-from octavo.ops.triton import elementwise, weights_8bit
+from octavo.ops.triton import decoder, elementwise, quantize, weights_8bit
 
 pytestmark = pytest.mark.usefixtures("exact_casts")
 KINDS = ("int8", "fp8")
@@ -38,7 +39,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 def test_equals_the_torch_layout(rows: int, kind: str, device: torch.device) -> None:
     weight = make(72, 160, kind)
     packed = weights_8bit.pack(weight, torch.bfloat16, device)
-    reference = TorchQuantized(weight, torch.bfloat16, device)
+    torch_layout = TorchQuantized(weight, torch.bfloat16, device)
     assert packed.input_kind == kind
     assert packed.num_bytes == 72 * 160 + 72 * 4
     generator = torch.Generator().manual_seed(rows)
@@ -46,12 +47,30 @@ def test_equals_the_torch_layout(rows: int, kind: str, device: torch.device) -> 
     bias = torch.randn(72, generator=generator).bfloat16().to(device)
     y = ops.linear(x, packed, bias, torch.float32)
     tolerance = 1e-6 if kind == "int8" else 2e-3
-    assert relative_error(y, ops.linear(x, reference, bias, torch.float32)) < tolerance
-    assert relative_error(ops.linear(x, packed), ops.linear(x, reference)) < 5e-3
+    assert relative_error(y, ops.linear(x, torch_layout, bias, torch.float32)) < tolerance
+    assert relative_error(ops.linear(x, packed), ops.linear(x, torch_layout)) < 5e-3
     ids = torch.tensor([[0, 71], [5, 5]], device=device)
-    assert torch.equal(packed.rows(ids, torch.float32), reference.rows(ids, torch.float32))
+    assert torch.equal(packed.rows(ids, torch.float32), torch_layout.rows(ids, torch.float32))
     with pytest.raises(ValueError, match="x has 80 columns"):
         ops.linear(x[:, :80], packed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_static_scale(kind: str, device: torch.device) -> None:
+    weight = make(64, 96, kind)
+    weight.input_scale = 0.02
+    packed = weights_8bit.pack(weight, torch.bfloat16, device)
+    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(5)).bfloat16().to(device)
+    x[1, :2] = torch.tensor([90.0, -90.0], dtype=x.dtype)  # beyond the largest code
+    codes, scale = quantize.quantize_rows(x, kind, packed.input_scale)
+    expected = reference.quantize_rows(x, kind, 0.02)
+    assert torch.equal(codes.view(torch.uint8), expected[0].view(torch.uint8))
+    assert torch.equal(scale, expected[1])
+    y = ops.linear(x, TorchQuantized(weight, torch.bfloat16, device))
+    assert relative_error(ops.linear(x, packed), y) < 5e-3
+    layer_input = decoder._normed_product(x, None, torch.ones(96, device=device).bfloat16(), 1e-5, packed, None)
+    normed = elementwise.rms_norm(x, torch.ones(96, device=device).bfloat16(), 1e-5)
+    assert torch.equal(layer_input, packed.linear(normed, None, torch.bfloat16))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,11 +91,11 @@ def test_layout_is_chosen_and_serves_many_rows(kind: str, device: torch.device) 
     weight = make(256, 512, kind)
     packed = ops.pack_weight(weight, torch.bfloat16, device)
     assert isinstance(packed, weights_8bit.Triton8Bit)
-    reference = TorchQuantized(weight, torch.bfloat16, device)
+    torch_layout = TorchQuantized(weight, torch.bfloat16, device)
     bias = torch.randn(256, device=device).bfloat16()
     for rows in (64, 128, 129, 1000):
         x = torch.randn(rows, 512, device=device).bfloat16()
-        assert relative_error(ops.linear(x, packed, bias), ops.linear(x, reference, bias)) < 5e-3
+        assert relative_error(ops.linear(x, packed, bias), ops.linear(x, torch_layout, bias)) < 5e-3
 
 
 @pytest.mark.gpu

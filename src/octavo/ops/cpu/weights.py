@@ -121,6 +121,8 @@ def rejects(weight: Tensor | QuantizedWeightLike, dtype: torch.dtype, device: to
     if weight.scheme.type != "int":
         return "serves integer codes"
     groups = weight.scale.shape[1]
+    if weight.input_scale is not None:
+        return "rounds inputs by a scale a row, not by a static one"
     if quantizes_input(weight.scheme):
         fits = weight.scheme.num_bits == 8 and groups == 1 and weight.offset is None and columns % 4 == 0
         return None if fits else "int8 inputs need symmetric 8-bit weights with a scale a row"

@@ -156,7 +156,7 @@ def _normed_product(
     x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: PackedWeight, bias: Tensor | None
 ) -> Tensor:
     """The product of the norm of x plus the residual, which is changed in place."""
-    kind = getattr(weight, "input_kind", None)
+    kind = _own_kind(weight)
     if kind is not None:
         codes, scale = _norm_quant(x, residual, norm, eps, kind)
         return weight.linear_quantized(codes, scale, bias, torch.bfloat16)  # type: ignore[attr-defined]
@@ -164,8 +164,13 @@ def _normed_product(
     return weight.linear(y, bias, torch.bfloat16)
 
 
+def _own_kind(weight: PackedWeight) -> str | None:
+    """What the weight's input is rounded to by a scale a row; a static scale is applied by the product."""
+    return weight.input_kind if weight.input_scale is None else None
+
+
 def _gated_product(x: Tensor, activation: str, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    kind = getattr(weight, "input_kind", None)
+    kind = _own_kind(weight)
     if kind is not None:
         codes, scale = _gated_quant(x, activation, kind)
         return weight.linear_quantized(codes, scale, bias, torch.bfloat16)  # type: ignore[attr-defined]

@@ -27,8 +27,8 @@ def row_scale(largest, KIND: tl.constexpr):
 
 
 @triton.jit
-def codes_of(y, factor, KIND: tl.constexpr, NATIVE: tl.constexpr):
-    """The codes of numbers y (float32) under the scale of their row, so that no quotient rounds past the largest code.
+def codes_of(y, factor, KIND: tl.constexpr, NATIVE: tl.constexpr, CLAMP: tl.constexpr = False):
+    """The codes of numbers y (float32). Under the scale of their row, no quotient rounds past the largest code.
 
     The quotient is the one of an IEEE division: the reciprocal's product, corrected twice by its exact remainder
     (P. Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). One reciprocal
@@ -41,6 +41,10 @@ def codes_of(y, factor, KIND: tl.constexpr, NATIVE: tl.constexpr):
         quotient = tl.fma(tl.fma(-quotient, factor, y), inverse, quotient)
     else:
         quotient = tl.math.div_rn(y, factor)
+    if CLAMP:
+        LOW: tl.constexpr = -448.0 if KIND == "fp8" else -128.0
+        HIGH: tl.constexpr = 448.0 if KIND == "fp8" else 127.0
+        quotient = tl.minimum(tl.maximum(quotient, LOW), HIGH)
     if KIND == "fp8":
         return quotient.to(tl.float8e4nv)
     else:
@@ -58,10 +62,10 @@ def store_codes(y, codes, scale, row, column, inside, width, KIND: tl.constexpr,
 
 @triton.jit
 def quantize_kernel(
-    x, codes, scale, width, x_stride,
+    x, codes, scale, fixed, width, x_stride,
     BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """A row of x to codes."""
+    """A row of x to codes, under the scale `fixed` where there is one."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -69,7 +73,12 @@ def quantize_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < width
     y = tl.load(x + row * x_stride + column, mask=inside, other=0)
-    store_codes(y, codes, scale, row, column, inside, width, KIND, NATIVE)
+    if fixed is not None:
+        code = codes_of(y.to(tl.float32), fixed, KIND, NATIVE, True)
+        tl.store(codes + row * width + column, code, mask=inside)
+        tl.store(scale + row, fixed)
+    else:
+        store_codes(y, codes, scale, row, column, inside, width, KIND, NATIVE)
 
 
 def empty_codes(rows: int, width: int, kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -85,7 +94,7 @@ def row_launch(width: int, is_alone: bool) -> tuple[int, int]:
     return block, max(1, min(32, block // 256) if is_alone else min(16, block // 512))
 
 
-def quantize_rows(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, kind: str, fixed: float | None = None) -> tuple[Tensor, Tensor]:
     """`reference.quantize_rows` of x [T, K]: codes [T, K], int8 or float8_e4m3fn, and float32 scales [T, 1]."""
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, width = x.shape
@@ -94,6 +103,17 @@ def quantize_rows(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         block, warps = row_launch(width, rows <= ALONE)
         pdl = runtime.uses_dependent_launch(x.device)
         quantize_kernel[(rows,)](
-            x, codes, scale, width, x.stride(0), block, kind, pdl, runtime.is_native(), num_warps=warps, launch_pdl=pdl
+            x,
+            codes,
+            scale,
+            fixed,
+            width,
+            x.stride(0),
+            block,
+            kind,
+            pdl,
+            runtime.is_native(),
+            num_warps=warps,
+            launch_pdl=pdl,
         )
     return codes, scale

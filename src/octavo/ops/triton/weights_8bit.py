@@ -23,6 +23,7 @@ class Triton8Bit(PackedWeight):
         kind = input_kind(weight.scheme)
         assert kind is not None
         self.input_kind = kind
+        self.input_scale = weight.input_scale
         self.name = NAMES[kind]
         self.shape = (int(weight.shape[0]), int(weight.shape[1]))
         self.data = weight.codes.to(device).contiguous()
@@ -38,7 +39,7 @@ class Triton8Bit(PackedWeight):
     def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         if x.shape[1] != self.shape[1]:
             raise ValueError(f"linear: x has {x.shape[1]} columns, but the weight takes {self.shape[1]}")
-        codes, scale = _quantize_rows(x, self.input_kind)
+        codes, scale = _quantize_rows(x, self.input_kind, self.input_scale)
         return self.linear_quantized(codes, scale, bias, out_dtype)
 
     def linear_quantized(

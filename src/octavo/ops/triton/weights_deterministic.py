@@ -51,7 +51,8 @@ class FixedTiles(PackedWeight):
         if x.shape[1] != self.shape[1]:
             raise ValueError(f"linear: x has {x.shape[1]} columns, but the weight takes {self.shape[1]}")
         if self.input_kind is not None:
-            return self.linear_quantized(*_quantize_rows(x, self.input_kind), bias, out_dtype)
+            codes, scale = _quantize_rows(x, self.input_kind, self.inner.input_scale)
+            return self.linear_quantized(codes, scale, bias, out_dtype)
         if x.shape[0] == 0:
             return x.new_empty((0, self.shape[0]), dtype=out_dtype)
         x = x.to(torch.bfloat16).contiguous()
