@@ -95,6 +95,15 @@ def test_a_token_in_flight_is_read_on_the_device_and_padding_computes_nothing() 
     assert (inputs.metadata[0].slot_mapping[:2] >= 8).all()
 
 
+def test_writing_padding_leaves_requests_alone() -> None:
+    state = DeviceState(2, 8, 4, 256, 64, CPU, 2)
+    state.state.flat.fill_(7)
+    state.write_padding()
+    assert (state.state.tokens == 7).all() and (state.state.sampling == 7).all()
+    assert all((table[:4] == 7).all() for table in state.state.tables)
+    assert state.state.tables[0][4, :4].tolist() == [0, 0, 0, 0]
+
+
 def test_sampling_parameters_reach_the_device_as_they_were_given() -> None:
     scheduler, state = make([FULL], num_blocks=60, max_num_seqs=4, budget=64)
     given = [

@@ -50,7 +50,7 @@ def decoding_engine(
     (folder / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": num_layers}))
     settings = {"load_format": "dummy", "kv_cache_memory_bytes": 1 << 27, "max_num_seqs": 8, **more}
     engine = Engine(EngineConfig(model=str(folder), skip_tokenizer_init=True, **settings))
-    for i in range(3):
+    for i in range(num_requests):
         engine.add(EngineRequest(str(i), [5 + i] * 40, params))
     for _ in range(8):
         engine.step()
