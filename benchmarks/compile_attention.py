@@ -27,6 +27,7 @@ TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float8_e4m3fn: "
 INDICES = {"block_table", "query_start", "seq_lens", "arrived", "tables"}
 FLOATS = {"scale", "softcap", "eps"}
 FLOAT_TENSORS = {"parts", "part_stats", "cos_sin", "past_lse", "chunk_lse"}
+FEW = 32  # bytes a thread that may be spilled, so that one more program fits on a multiprocessor
 UNALIGNED = {"stride_table", "tables"}
 
 
@@ -51,8 +52,11 @@ def signature(names: list[str], constants: dict[str, Any], pointers: set[str], q
     return types
 
 
-def build(label: str, kernel: Any, constants: dict[str, Any], warps: int, stages: int, *dtypes: torch.dtype) -> int:
-    """Compile one kernel, print its line, and return the bytes it spills."""
+def build(
+    label: str, kernel: Any, constants: dict[str, Any], warps: int, stages: int, *dtypes: torch.dtype,
+    most: int | None = None,
+) -> int:  # fmt: skip
+    """Compile one kernel, print its line, and return the bytes it spills if they are more than a few."""
     q, cache = (TYPES[dtype] for dtype in (dtypes or (torch.bfloat16, torch.bfloat16)))
     names = kernel.arg_names
     pointers = {"q", "k", "v", "qkv", "q_norm", "k_norm", "q_out", "k_out", "v_out", "sinks", "out", "past", "chunk"}
@@ -63,7 +67,7 @@ def build(label: str, kernel: Any, constants: dict[str, Any], warps: int, stages
         if name not in UNALIGNED and (types[name].startswith("*") or re.match(r"stride|\w+_(head|row)$", name))
     }
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": most}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = compiled.asm["ptx"]
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -76,7 +80,7 @@ def build(label: str, kernel: Any, constants: dict[str, Any], warps: int, stages
     copies = len(re.findall(r"cp\.async\.cg.*0x10", ptx))
     shared = compiled.metadata.shared
     print(f"{label:<46}{registers:4} regs{spilled:5} spilled{shared:7} B {products}{copies:4} copies", flush=True)
-    return spilled
+    return spilled if spilled > FEW else 0
 
 
 def attention_constants(group: int, head_dim: int, block_size: int, extras: bool) -> dict[str, Any]:
@@ -98,7 +102,8 @@ def build_decode(group: int, head_dim: int, block_size: int, cache: torch.dtype,
     constants["MERGED"] = attention_decode.parts_at_once(rows, constants["BLOCK_D"])
     stages = 5 if head_dim <= 128 and group <= 32 else 3
     label = f"decode group {group} head {head_dim} block {block_size} {str(cache)[6:]}{' extras' * extras}"
-    return build(label, attention_decode.decode_kernel, constants, 4, stages, torch.bfloat16, cache)
+    most = attention_decode.most_registers(head_dim, tile, cache)
+    return build(label, attention_decode.decode_kernel, constants, 4, stages, torch.bfloat16, cache, most=most)
 
 
 def build_fused(group: int, head_dim: int, block_size: int, cache: torch.dtype, extras: bool = False) -> int:
@@ -110,7 +115,8 @@ def build_fused(group: int, head_dim: int, block_size: int, cache: torch.dtype, 
     constants |= {"LIMIT": rotary.FLOAT8_MAX if cache.itemsize == 1 else 0.0}
     constants["MERGED"] = attention_decode.parts_at_once(rows, constants["BLOCK_D"])
     label = f"fused group {group} head {head_dim} block {block_size} {str(cache)[6:]}{' extras' * extras}"
-    return build(label, attention_fused.fused_kernel, constants, 4, 5, torch.bfloat16, cache)
+    most = attention_decode.most_registers(head_dim, tile, cache)
+    return build(label, attention_fused.fused_kernel, constants, 4, 5, torch.bfloat16, cache, most=most)
 
 
 def build_prefill(group: int, head_dim: int, block_size: int, cache: torch.dtype, extras: bool = False) -> int:

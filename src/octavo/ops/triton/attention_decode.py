@@ -246,6 +246,12 @@ def splits_for(pairs: int, device: torch.device) -> int:
     return max(1, min(wave // pairs, _MOST_SPLITS))
 
 
+def most_registers(head_dim: int, block_n: int, cache_dtype: torch.dtype) -> int | None:
+    """Registers a thread may have so that three programs of four warps fit, where few have to be spilled for that."""
+    is_small = block_n * triton.next_power_of_2(head_dim) <= 8192 and cache_dtype.itemsize == 2
+    return 168 if is_small else None
+
+
 def parts_at_once(group_rows: int, block_d: int) -> int:
     """Parts that one turn of `merge_parts` takes: at most 64 registers a thread, and all of a short context's."""
     return max(1, min(16, 8192 // (group_rows * block_d)))
@@ -310,6 +316,7 @@ def decode(
         HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
         PRECISION=precision(q.dtype), MERGED=parts_at_once(group_rows, block_d), PDL=pdl, launch_pdl=pdl,
         num_warps=num_warps, num_stages=num_stages,
+        maxnreg=most_registers(head_dim, block_n, cache.dtype) if num_warps == 4 else None,
     )  # fmt: skip
 
 

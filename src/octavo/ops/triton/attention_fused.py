@@ -198,5 +198,6 @@ def rotary_and_attend(
         HAS_SOFTCAP=softcap is not None, PRECISION=attention_decode.precision(qkv.dtype),
         MERGED=attention_decode.parts_at_once(group_rows, block_d), PDL=pdl, launch_pdl=pdl, num_warps=4,
         num_stages=5 if block_n <= 64 or head_dim <= 64 else 3,
+        maxnreg=attention_decode.most_registers(head_dim, block_n, cache.dtype),
     )  # fmt: skip
     return out
