@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -87,21 +89,27 @@ def build_inputs(
     np.cumsum(num_tokens, out=query_start[1:])
     seq_lens = starts + num_tokens
     total = int(query_start[-1])
-    owner = np.repeat(np.arange(len(items)), num_tokens)
-    positions = (np.arange(total) - query_start[:-1][owner] + starts[owner]).astype(np.int64)
-    input_ids = np.fromiter((t for item in items for t in item.token_ids), dtype=np.int64, count=total)
+    owner = np.arange(len(items))
+    positions = starts.astype(np.int64)
+    if total > len(items):  # a step of decodes, which comes once a token, has all it needs by now
+        owner = np.repeat(owner, num_tokens)
+        positions = np.arange(total) - query_start[:-1][owner] + positions[owner]
+    input_ids = np.fromiter(chain.from_iterable(item.token_ids for item in items), dtype=np.int64, count=total)
     rows = tables.update(step)
     max_seq_len = int(seq_lens.max())
-    max_query_len = int(num_tokens.max())
+    max_query_len = 1 if total == len(items) else int(num_tokens.max())
     metadata = []
 
-    def put(array: NDArray[Any]) -> Tensor:
+    def copy(array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
+
+    put: Callable[[NDArray[Any]], Tensor] = torch.from_numpy if device.type == "cpu" else copy
 
     query_start_tensor, seq_lens_tensor = put(query_start), put(seq_lens)
     for group in range(num_groups):
         table = tables.gather(group, rows, -(-max_seq_len // block_size))
-        slots = table[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        blocks, places = np.divmod(positions, block_size)
+        slots = table[owner, blocks].astype(np.int64) * block_size + places
         metadata.append(
             AttentionMetadata(
                 query_start=query_start_tensor,
