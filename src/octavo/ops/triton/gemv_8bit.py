@@ -113,7 +113,7 @@ def gemv_8bit_kernel(
             following = _words(place, word, WORDS, EVEN)
         total = _add_int8(total, weight, x, NATIVE) if IS_INT else _add_fp8(total, weight, x, NATIVE)
         weight = following
-    y = tl.sum(total, axis=1).to(tl.float32) * tl.load(scale) * w_factor
+    y = tl.sum(total, axis=1).to(tl.float32) * w_factor * tl.load(scale)
     if bias is not None:
         y += tl.load(bias + n, mask=inside, other=0).to(tl.float32)
     y = y.to(out.dtype.element_ty)

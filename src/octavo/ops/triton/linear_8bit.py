@@ -61,8 +61,8 @@ def _column_factors(w_scale, bias, n, N):
 @triton.jit
 def _finish(total, factor, w_factor, shift, residual, out, m, n, M, N):
     """Scale, bias, rounding and residual of a block of sums [rows, columns]."""
-    y = total.to(tl.float32) * factor[:, None]
-    y = y * w_factor[None, :] + shift[None, :]
+    y = total.to(tl.float32) * w_factor[None, :]  # in the order of vLLM's kernels, for the same last bits
+    y = y * factor[:, None] + shift[None, :]
     inside = (m < M)[:, None] & (n < N)[None, :]
     place = m.to(tl.int64)[:, None] * N + n[None, :]
     y = y.to(out.dtype.element_ty)
