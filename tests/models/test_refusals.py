@@ -89,6 +89,13 @@ def test_native_can_be_forced_and_says_what_it_has() -> None:
         load_model(checkpoint, dtype=torch.float32, model_impl="native")
 
 
+def test_transformers_code_is_not_deterministic() -> None:
+    checkpoint = Untouchable({**ROUTE_CASES["opt"].to_dict(), "architectures": ["OPTForCausalLM"]})
+    with pytest.raises(UserError, match=r"deterministic is True.*OPTForCausalLM.*LlamaForCausalLM") as caught:
+        load_model(checkpoint, dtype=torch.float32, deterministic=True)
+    assert caught.value.param == "deterministic"
+
+
 def test_rope_that_is_not_written_natively_is_named() -> None:
     config = {**NATIVE_CASES["llama"].to_dict(), "architectures": ["LlamaForCausalLM"]}
     config["rope_parameters"] = {"rope_type": "spiral", "rope_theta": 1e4}
