@@ -108,7 +108,7 @@ def candidates(kind: str, shape: Shape, rows: int) -> list[Tile]:
     bucket = runtime.bucket(max(rows, 2))
     block_m = min(bucket, 128)
     found = [CUBLAS] if kind == "bf16" or rows > 64 else []
-    sizes = {"bf16": [(64, 128, 5), (32, 256, 4), (32, 128, 6), (128, 64, 5)], "int8": [(64, 128, 6), (32, 128, 8)]}
+    sizes = {"bf16": [(64, 128, 5), (32, 256, 4), (64, 64, 4), (128, 64, 5)], "int8": [(64, 128, 6), (32, 128, 8)]}
     sizes["int4"] = [(64, 128, 6), (128, 128, 5), (32, 128, 8)]
     for n, k, stages in sizes[kind]:
         if block_m >= 64 and n == 32:
@@ -125,9 +125,8 @@ def candidates(kind: str, shape: Shape, rows: int) -> list[Tile]:
 
 def one_row_candidates(kind: str, shape: Shape) -> list[Tile]:
     if kind == "int4":  # a thread has four words of each row, and many rows share what x costs
-        sizes = [(8, 512, 4), (16, 512, 4), (8, 256, 2), (16, 256, 2), (4, 256, 2), (8, 128, 1), (16, 128, 1)]
-        width = shape.k // 8
-        sizes = [(n, k, w) for n, k, w in sizes if k <= 2 * width and not (shape.gate and n == 16 and k > 128)]
+        sizes = [(8, 512, 4), (16, 512, 4), (4, 512, 4), (8, 256, 2), (16, 256, 2), (4, 256, 2), (8, 128, 1)]
+        sizes = [(n, k, w) for n, k, w in sizes if k <= shape.k // 8 and not (shape.gate and n == 16)]
     else:
         sizes = [(2, 1024, 4), (4, 1024, 4), (8, 1024, 4), (4, 512, 2), (8, 512, 2), (16, 512, 4), (4, 2048, 8)]
         sizes = [size for size in sizes if size[1] <= 2 * shape.k]

@@ -46,15 +46,24 @@ def _prefetch(w, row, first, ROW_BYTES: tl.constexpr, NUM_BYTES: tl.constexpr, L
 
 
 @triton.jit
-def _input_tile(x, norm, m, k, M, K: tl.constexpr, EVEN: tl.constexpr):
-    """x [rows, columns] in bf16, times the weight of the norm; and its squares."""
+def _norm_tile(norm, k, K: tl.constexpr):
+    """The weight of the norm at columns k, asked for a tile ahead; columns where there is no norm."""
+    factor = k
+    if norm is not None:
+        factor = tl.load(norm + k, mask=k < K, other=0)
+    return factor
+
+
+@triton.jit
+def _input_tile(x, norm, factor, m, k, M, K: tl.constexpr, EVEN: tl.constexpr):
+    """x [rows, columns] in bf16, times the weight of the norm, `factor`; and its squares."""
     inside = (m < M)[:, None]
     if not EVEN:
         inside = inside & (k < K)[None, :]
     value = tl.load(x + m[:, None] * K + k[None, :], mask=inside, other=0)
     square = value.to(tl.float32) * value.to(tl.float32)
     if norm is not None:
-        value = (value.to(tl.float32) * tl.load(norm + k, mask=k < K, other=0).to(tl.float32)[None, :]).to(tl.bfloat16)
+        value = (value.to(tl.float32) * factor.to(tl.float32)[None, :]).to(tl.bfloat16)
     return value, square
 
 
@@ -74,8 +83,23 @@ def _per_column(scale, row, column, K: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
+def _factor(
+    scale, offset, row, first,
+    K: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The scales of a tile that lies in one group, or what nobody reads where `_product` takes none.
+
+    Asked for a tile ahead, because the compiler would wait for them between two products.
+    """
+    factor = row
+    if KIND != "bf16" and GROUPS > 1 and offset is None and (K // GROUPS) % WIDTH == 0:
+        factor = tl.load(scale + row * GROUPS + tl.minimum(first // (K // GROUPS), GROUPS - 1)).to(tl.float32)
+    return factor
+
+
+@triton.jit
 def _product(
-    w, x, scale, offset, row, first, total,
+    w, x, scale, offset, factor, row, first, total,
     K: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """total [BLOCK_N, BLOCK_M] plus a tile of the weight times a tile of x, transposed.
@@ -90,9 +114,7 @@ def _product(
     if KIND == "bf16" or (GROUPS == 1 and offset is None):
         total = multiply(w, x, total, NATIVE)
     elif offset is None and (K // GROUPS) % WIDTH == 0:
-        part = multiply(w, x, tl.zeros_like(total), NATIVE)
-        group = tl.minimum(first // (K // GROUPS), GROUPS - 1)
-        total += part * tl.load(scale + row * GROUPS + group).to(tl.float32)[:, None]
+        total += multiply(w, x, tl.zeros_like(total), NATIVE) * factor[:, None]
     else:
         column = first + tl.arange(0, WIDTH)
         value = w.to(tl.float32) * _per_column(scale, row, column, K, GROUPS).to(tl.float32)
@@ -164,18 +186,34 @@ def few_rows_kernel(
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    gate_factor = _factor(scale, offset, row, first * BLOCK_K, K, GROUPS, KIND, BLOCK_K)
+    up_factor = gate_factor
+    if GATE is not None:
+        up_factor = _factor(scale, offset, row + N, first * BLOCK_K, K, GROUPS, KIND, BLOCK_K)
+    norm_factor = _norm_tile(norm, first * BLOCK_K + tl.arange(0, BLOCK_K), K)
     for i in range(TILES):
         tile = first + i
+        after = (tile + 1) * BLOCK_K
+        next_gate = _factor(scale, offset, row, after, K, GROUPS, KIND, BLOCK_K)
+        next_up = next_gate
+        if GATE is not None:
+            next_up = _factor(scale, offset, row + N, after, K, GROUPS, KIND, BLOCK_K)
         stored = tile * WIDTH + tl.arange(0, WIDTH)
         column = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-        value, square = _input_tile(x, norm, m, column, M, K, EVEN_INPUT)
+        next_norm = _norm_tile(norm, column + BLOCK_K, K)
+        value, square = _input_tile(x, norm, norm_factor, m, column, M, K, EVEN_INPUT)
         if norm is not None:
             squares += square
         w_gate = weight_tile(w, row, stored, ROW, EVEN)
-        gate = _product(w_gate, value, scale, offset, row, tile * BLOCK_K, gate, K, GROUPS, KIND, BLOCK_K, NATIVE)
+        gate = _product(
+            w_gate, value, scale, offset, gate_factor, row, tile * BLOCK_K, gate, K, GROUPS, KIND, BLOCK_K, NATIVE
+        )
         if GATE is not None:
             w_up = weight_tile(w, row + N, stored, ROW, EVEN)
-            up = _product(w_up, value, scale, offset, row + N, tile * BLOCK_K, up, K, GROUPS, KIND, BLOCK_K, NATIVE)
+            up = _product(
+                w_up, value, scale, offset, up_factor, row + N, tile * BLOCK_K, up, K, GROUPS, KIND, BLOCK_K, NATIVE
+            )
+        norm_factor, gate_factor, up_factor = next_norm, next_gate, next_up
     square_sum = tl.sum(squares, axis=1)
     if SPLIT == 1:
         _write(gate, up, square_sum, scale, offset, norm, bias, residual, out, m, n, M, N, eps, K, GROUPS, KIND, GATE)

@@ -106,6 +106,17 @@ def tiny_part(w, part: tl.constexpr):
 
 
 @triton.jit
+def _of_unit(scale, row, column, first, K: tl.constexpr, GROUPS: tl.constexpr, UNIT: tl.constexpr):
+    """Scales or offsets of a unit, [rows, 1] where it lies in one group, else [rows, columns]."""
+    if (K // GROUPS) % UNIT == 0:
+        value = tl.load(scale + row * GROUPS + first // (K // GROUPS))[:, None]
+    else:
+        group = tl.minimum(column, K - 1) // (K // GROUPS)
+        value = tl.load(scale + row[:, None] * GROUPS + group[None, :])
+    return value.to(tl.float32)
+
+
+@triton.jit
 def dequantize_kernel(
     w, scale, offset, out, N,
     K: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr,
@@ -114,11 +125,11 @@ def dequantize_kernel(
     """out [N, K] bf16; a program makes BLOCK_N rows of one unit of columns."""
     unit = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.minimum(n, N - 1).to(tl.int64)[:, None]
-    column = unit * UNIT + tl.arange(0, UNIT)[None, :]
-    group = tl.minimum(column, K - 1) // (K // GROUPS)
-    factor = tl.load(scale + row * GROUPS + group).to(tl.float32)
-    shift = tl.load(offset + row * GROUPS + group).to(tl.float32) if offset is not None else 0.0
+    row = tl.minimum(n, N - 1).to(tl.int64)
+    column = unit * UNIT + tl.arange(0, UNIT)
+    factor = _of_unit(scale, row, column, unit * UNIT, K, GROUPS, UNIT)
+    shift = _of_unit(offset, row, column, unit * UNIT, K, GROUPS, UNIT) if offset is not None else 0.0
+    row, column = row[:, None], column[None, :]
     if KIND == "int4":
         ROW: tl.constexpr = (K + 127) // 128 * _WORDS
         word = unit * _WORDS + tl.arange(0, _WORDS)[None, :]

@@ -127,9 +127,14 @@ def read_tiles(path: Path) -> dict[tuple[str, int, int, int], Tile]:
 
 @functools.cache
 def tuned_dependent_bytes() -> dict[tuple[str, int], int]:
-    """(kind, bucket) -> bytes of the largest weight whose product is launched early: lines with "dependent_bytes"."""
+    """(kind, bucket) -> bytes of the largest weight whose product is launched early, for this GPU."""
     path = _table()
-    entries = [] if path is None else json.loads(path.read_text())
+    return {} if path is None else read_dependent_bytes(path)
+
+
+def read_dependent_bytes(path: Path) -> dict[tuple[str, int], int]:
+    """Lines {"kind", "m", "dependent_bytes"} of a table."""
+    entries = json.loads(path.read_text())
     return {(e["kind"], e["m"]): e["dependent_bytes"] for e in entries if "dependent_bytes" in e}
 
 
