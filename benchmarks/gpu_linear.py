@@ -1,17 +1,19 @@
 """Times the few-row products of a GPU for the layers of two models, and writes the best sizes as a table.
 
-    python benchmarks/gpu_linear.py TABLE.json [--seconds 100] [--kinds bf16,int4,int8] [--rows 1,8,32,64,256]
+    python benchmarks/gpu_linear.py TABLE.json [--seconds 100] [--kinds bf16,int4] [--rows 1,8,32,64,256]
     python benchmarks/gpu_linear.py --compile      # no GPU: compiles for sm_90 and tells registers and spills
 
-The table goes to `src/octavo/ops/triton/tuned/<GPU>.json`. Every candidate is first checked against a float32 product
-on random input, then timed in a CUDA graph whose launches take different copies of the weight in turn, so that none is
-read from a cache. At the end whole stacks of layers with a short KV cache run as one graph, with and without
-programmatic dependent launch. Compilation is spread over processes, which fill Triton's cache on disk.
+The table goes to `src/octavo/ops/triton/tuned/<GPU>.json`, and keeps what others have put there. Every candidate is
+first checked against a float32 product on random input, then timed in a CUDA graph whose launches take different copies
+of the weight in turn, so that none is read from a cache. At the end whole stacks of layers with a short KV cache run as
+one graph, with products that start early up to one size of a weight or another. Compilation is spread over
+processes, which fill Triton's cache on disk.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -54,7 +56,7 @@ class Model(NamedTuple):
 
 MODELS = {"8B": Model(32, 4096, 32, 8, 14336, 128256), "0.6B": Model(28, 1024, 16, 8, 3072, 151936)}
 HEAD_DIM = 128
-DEPENDENT = (16_000_000, 40_000_000, 1 << 40)  # which weights of the 8B layers start early; those of 0.6B always do
+DEPENDENT = (16_000_000, 1 << 40)  # which weights of the 8B layers start early; those of 0.6B always do
 STACKS = (
     ("0.6B", "bf16", 1), ("0.6B", "bf16", 8), ("8B", "bf16", 1), ("8B", "bf16", 8), ("8B", "bf16", 32),
     ("8B", "int4", 1), ("8B", "int4", 8), ("8B", "int4", 32), ("8B", "int4", 256),
@@ -198,15 +200,22 @@ def graph_seconds(call: Callable[[], object], repeat: int = 3) -> float:
     return best
 
 
-def warm(job: Job) -> str | None:
-    """Compile a candidate into the cache on disk, by running it on a few rows of weight; what went wrong, or None."""
+@functools.lru_cache(maxsize=1)
+def last_weight(kind: str, n: int, k: int) -> TritonWeight:
+    """A weight of full size, because whether products start early and prefetch depends on it; kept for the next job."""
+    return make_weight(kind, n, k)
+
+
+def warm(job: Job, dependent_bytes: int | None = None) -> str | None:
+    """Compile a candidate into the cache on disk, by running it; what went wrong, or None."""
     kind, shape, rows, tile = job
     if tile == CUBLAS:
         return None
+    if dependent_bytes is not None:
+        runtime.tuned_dependent_bytes()[kind, runtime.bucket(rows)] = dependent_bytes
     try:
         x = torch.zeros(rows, shape.k, device=CUDA, dtype=torch.bfloat16)
-        small = shape._replace(n=256)
-        make_weight(kind, 256, shape.k).few(x, tile=tile, **parts_of(small, rows))
+        last_weight(kind, shape.n, shape.k).few(x, tile=tile, **parts_of(shape, rows))
         torch.cuda.synchronize()
     except Exception as error:  # a size that does not fit is no candidate, which the caller reports
         return f"{type(error).__name__}: {error}"[:200]
@@ -303,16 +312,24 @@ def time_stack(model: str, kind: str, rows: int, context: int = 64) -> dict[str,
 
 
 def write(table: Path, entries: list[dict[str, Any]]) -> None:
-    table.write_text("[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]\n")
+    """The table that the package has for this GPU, with these entries instead of its own."""
+    path = runtime.tuned_table()
+    old = [] if path is None else json.loads(path.read_text())
+    merged = {(e["kind"], e.get("n", 0), e.get("k", 0), e["m"]): e for e in [*old, *entries]}
+    table.write_text("[\n" + ",\n".join(json.dumps(merged[key]) for key in sorted(merged)) + "\n]\n")
 
 
 def measure(arguments: argparse.Namespace) -> None:
+    workers = max(1, min(12, (os.cpu_count() or 2) - 2))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        measure_with(pool, arguments)
+
+
+def measure_with(pool: ProcessPoolExecutor, arguments: argparse.Namespace) -> None:
     began = time.monotonic()
     kinds, rows = arguments.kinds.split(","), [int(m) for m in arguments.rows.split(",")]
     todo = jobs(kinds, rows)
-    workers = max(1, min(12, (os.cpu_count() or 2) - 2))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        failures = list(pool.map(warm, todo, chunksize=4))
+    failures = list(pool.map(warm, todo, chunksize=4))
     for job, failure in zip(todo, failures, strict=True):
         if failure:
             print("left out:", job.kind, job.shape.name, job.rows, tuple(job.tile), failure)
@@ -325,10 +342,13 @@ def measure(arguments: argparse.Namespace) -> None:
             print(f"no time left for {kind} {shape.name}")
             continue
         tiles = {m: [j.tile for j in good if j[:3] == (kind, shape.at(m), m)] for m in rows}
-        if not any(tiles.values()):
-            continue
-        entries += time_shape(kind, shape, rows, tiles)
-        write(arguments.table, entries)
+        if any(tiles.values()):
+            entries += time_shape(kind, shape, rows, tiles)
+            write(arguments.table, entries)
+    best = {(e["kind"], e["n"], e["k"], e["m"], tuple(e["tile"])) for e in entries}
+    again = [j for j in good if (j.kind, j.shape.n, j.shape.k, runtime.bucket(j.rows), tuple(j.tile)) in best]
+    for limit in (0, DEPENDENT[-1]):
+        list(pool.map(functools.partial(warm, dependent_bytes=limit), again, chunksize=4))
     runtime.tuned_tiles().update(runtime.read_tiles(arguments.table))
     runtime.tile.cache_clear()
     for model, kind, m in STACKS:
@@ -416,7 +436,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", nargs="?", type=Path, default=Path("gpu_linear.json"))
     parser.add_argument("--seconds", type=float, default=100)
-    parser.add_argument("--kinds", default="bf16,int4,int8")
+    parser.add_argument("--kinds", default="bf16,int4")
     parser.add_argument("--rows", default="1,8,32,64,256")
     parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()

@@ -104,7 +104,7 @@ def tile(kind: str, n: int, k: int, m: int) -> Tile:
 
 
 @functools.cache
-def _table() -> Path | None:
+def tuned_table() -> Path | None:
     """What `benchmarks/gpu_linear.py` measured on this model of GPU."""
     if not torch.cuda.is_available():
         return None
@@ -115,7 +115,7 @@ def _table() -> Path | None:
 @functools.cache
 def tuned_tiles() -> dict[tuple[str, int, int, int], Tile]:
     """(kind, n, k, bucket) -> Tile for this GPU."""
-    path = _table()
+    path = tuned_table()
     return {} if path is None else read_tiles(path)
 
 
@@ -128,7 +128,7 @@ def read_tiles(path: Path) -> dict[tuple[str, int, int, int], Tile]:
 @functools.cache
 def tuned_dependent_bytes() -> dict[tuple[str, int], int]:
     """(kind, bucket) -> bytes of the largest weight whose product is launched early, for this GPU."""
-    path = _table()
+    path = tuned_table()
     return {} if path is None else read_dependent_bytes(path)
 
 
