@@ -97,17 +97,18 @@ def attention_constants(group: int, head_dim: int, block_size: int, extras: bool
 
 def build_decode(group: int, head_dim: int, block_size: int, cache: torch.dtype, extras: bool = False) -> int:
     constants = attention_constants(group, head_dim, block_size, extras)
-    rows, tile = triton.next_power_of_2(group), attention_decode.tile_keys(head_dim, torch.bfloat16, cache)
+    rows = triton.next_power_of_2(group)
+    tile, stages, _ = attention_decode.tile_for(head_dim, group, torch.bfloat16, cache)
     constants |= {"GROUP_ROWS": rows, "BLOCK_M": max(16, rows), "BLOCK_N": tile}
     constants["MERGED"] = attention_decode.parts_at_once(rows, constants["BLOCK_D"])
-    stages = 5 if head_dim <= 128 and group <= 32 else 3
     label = f"decode group {group} head {head_dim} block {block_size} {str(cache)[6:]}{' extras' * extras}"
     most = attention_decode.most_registers(head_dim, tile, cache)
     return build(label, attention_decode.decode_kernel, constants, 4, stages, torch.bfloat16, cache, most=most)
 
 
 def build_fused(group: int, head_dim: int, block_size: int, cache: torch.dtype, extras: bool = False) -> int:
-    rows, tile = triton.next_power_of_2(group), attention_decode.tile_keys(head_dim, torch.bfloat16, cache)
+    rows = triton.next_power_of_2(group)
+    tile, stages, _ = attention_decode.tile_for(head_dim, group, torch.bfloat16, cache)
     constants = attention_constants(group, head_dim, block_size, extras)
     del constants["HAS_SINKS"]
     constants |= {"GROUP_ROWS": rows, "BLOCK_M": max(16, rows), "BLOCK_N": tile, "HQ": 8 * group, "HKV": 8}
@@ -116,7 +117,7 @@ def build_fused(group: int, head_dim: int, block_size: int, cache: torch.dtype, 
     constants["MERGED"] = attention_decode.parts_at_once(rows, constants["BLOCK_D"])
     label = f"fused group {group} head {head_dim} block {block_size} {str(cache)[6:]}{' extras' * extras}"
     most = attention_decode.most_registers(head_dim, tile, cache)
-    return build(label, attention_fused.fused_kernel, constants, 4, 5, torch.bfloat16, cache, most=most)
+    return build(label, attention_fused.fused_kernel, constants, 4, stages, torch.bfloat16, cache, most=most)
 
 
 def build_prefill(group: int, head_dim: int, block_size: int, cache: torch.dtype, extras: bool = False) -> int:

@@ -132,9 +132,10 @@ def check_prefill(block_size: int) -> None:
             out = poisoned(q)
             prefill(q, cache, meta, out, 0, 6, q.shape[0], HEAD**-0.5, tiles=tiles)
             report(f"prefill {name} {tuple(tiles)}", error(out, expected))
-    kept, attention_cudnn.MIN_SCORES = attention_cudnn.MIN_SCORES, 0
+    kept = attention_cudnn.MIN_SCORES, attention_cudnn.MIN_SCORES_WITH_PAST
+    attention_cudnn.MIN_SCORES = attention_cudnn.MIN_SCORES_WITH_PAST = 0
     report("entry with cuDNN", error(run_entry(q, cache, meta), expected))
-    attention_cudnn.MIN_SCORES = kept
+    attention_cudnn.MIN_SCORES, attention_cudnn.MIN_SCORES_WITH_PAST = kept
     for options in ((100,), (None, 20.0, torch.randn(16, device=GPU))):
         out = poisoned(q)
         prefill(q, cache, meta, out, 0, 6, q.shape[0], HEAD**-0.5, *options)

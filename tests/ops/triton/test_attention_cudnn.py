@@ -43,6 +43,7 @@ def test_long_and_short_chunks_in_one_step(
     step.meta.query_lens_host, step.meta.seq_lens_host = rows, lengths
     q = torch.randn(step.num_rows, 8, 128, dtype=torch.bfloat16, device=device)
     monkeypatch.setattr(attention_cudnn, "MIN_SCORES", 0)
+    monkeypatch.setattr(attention_cudnn, "MIN_SCORES_WITH_PAST", 0)
     assert attention_cudnn.serves(q, step.meta)
     out = paged_attention(q, step.cache, step.meta, 0.1, None, None, None)
     assert relative_error(out, exact_attention(q, step, 0.1)) < TOLERANCE
@@ -65,6 +66,7 @@ def test_steps_are_cut_into_runs_of_one_route(device: torch.device, monkeypatch:
     monkeypatch.setattr(attention_cudnn, "serves", lambda q, meta: True)
     monkeypatch.setattr(attention_cudnn, "MIN_ROWS", 9)
     monkeypatch.setattr(attention_cudnn, "MIN_SCORES", 1000)
+    monkeypatch.setattr(attention_cudnn, "MIN_SCORES_WITH_PAST", 1000)
     out = paged_attention(q, step.cache, step.meta, 0.2, None, None, None)
     assert taken == [(2, 2, 4), (4, 1, 22)]
     assert relative_error(out, expected) < TOLERANCE

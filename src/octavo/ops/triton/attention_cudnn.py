@@ -24,7 +24,8 @@ from torch import Tensor
 from octavo.ops.kv_cache import AttentionMetadata, KVCache
 
 MIN_ROWS = 256  # fewer rows leave multiprocessors without work
-MIN_SCORES = 80_000_000  # from as many on, the products save more than gathering, merging and small launches cost
+MIN_SCORES = 80_000_000  # from as many on, the products save more than gathering and small launches cost
+MIN_SCORES_WITH_PAST = 1_000_000_000  # two calls and a merge a request: 4 x 1,024 after 1,024 took three times Triton's
 
 
 @triton.jit(do_not_specialize=["first", "count", "stride_table"], do_not_specialize_on_alignment=["tables"])
@@ -75,7 +76,8 @@ def serves(q: Tensor, meta: AttentionMetadata) -> bool:
 
 def pays(heads: int, rows: int, context: int, count: int) -> bool:
     """Whether `count` requests of `rows` new tokens at the end of contexts of this length are long enough."""
-    return rows >= MIN_ROWS and count * heads * rows * (context - rows // 2) >= MIN_SCORES
+    least = MIN_SCORES if rows == context else MIN_SCORES_WITH_PAST
+    return rows >= MIN_ROWS and count * heads * rows * (context - rows // 2) >= least
 
 
 def gather(cache: KVCache, tables: Tensor, first: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

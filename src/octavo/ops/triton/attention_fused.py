@@ -176,11 +176,11 @@ def rotary_and_attend(
     if meta.num_decodes != tokens or tokens > MAX_REQUESTS or qkv.dtype.itemsize > 2 or head_dim > 128:
         return NotImplemented
     out = torch.empty(tokens, num_heads * head_dim, dtype=qkv.dtype, device=qkv.device)
-    if block_n is None:
-        block_n = attention_decode.tile_keys(head_dim, qkv.dtype, cache.dtype)
+    tile = attention_decode.tile_for(head_dim, group, qkv.dtype, cache.dtype)
+    block_n = tile.keys if block_n is None else block_n
     pairs = tokens * num_kv_heads
     if num_splits is None:
-        num_splits = attention_decode.splits_for(pairs, qkv.device)
+        num_splits = attention_decode.splits_for(pairs, tile.programs, qkv.device)
     num_splits = min(num_splits, -(-meta.block_table.shape[1] * cache.block_size // block_n))
     parts = torch.empty(pairs * num_splits * group, head_dim + 2, dtype=torch.float32, device=qkv.device)
     stats = parts.view(-1)[pairs * num_splits * group * head_dim :]
@@ -197,7 +197,7 @@ def rotary_and_attend(
         Q_NORM=q_norm is not None, K_NORM=k_norm is not None, INTERLEAVED=interleaved, LIMIT=clamp_limit(cache),
         HAS_SOFTCAP=softcap is not None, PRECISION=attention_decode.precision(qkv.dtype),
         MERGED=attention_decode.parts_at_once(group_rows, block_d), PDL=pdl, launch_pdl=pdl, num_warps=4,
-        num_stages=5 if block_n <= 64 or head_dim <= 64 else 3,
+        num_stages=tile.stages if block_n == tile.keys else 3,
         maxnreg=attention_decode.most_registers(head_dim, block_n, cache.dtype),
     )  # fmt: skip
     return out
