@@ -290,7 +290,8 @@ def few_rows(
     pdl = runtime.uses_dependent_launch(x.device) and weight.data.nbytes <= runtime.dependent_bytes(weight.kind, rows)
     native = runtime.is_native()
     tensors = (x, weight.data, weight.scale, weight.offset, norm, bias, residual, out)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": pdl}
+    stages = runtime.stages(tile, block_k, weight.kind, k // weight.groups, weight.offset is not None, gate is not None)
+    options = {"num_warps": tile.warps, "num_stages": stages, "launch_pdl": pdl}
     if tile.rows == 1:
         codes = weight.kind == "int4"
         kernel, detail = (gemv_codes_kernel, span) if codes else (gemv_kernel, weight.kind)

@@ -73,6 +73,9 @@ def counters(device: torch.device, needed: int = 0) -> torch.Tensor:
     return found
 
 
+MAX_SHARED = 227 << 10  # bytes of shared memory of a program on Hopper
+
+
 class Tile(NamedTuple):
     """Sizes of a product kernel: rows of x, rows and stored columns of the weight, parts of K, warps, stages.
 
@@ -161,6 +164,31 @@ def default_tile(kind: str, n: int, k: int, m: int) -> Tile:
     split = max(1, min(programs * block // n, k // (2 * depth), 16))
     stages = 3 if rows > 32 else 4 if kind == "bf16" else 6
     return Tile(rows, block, depth, split, 8 if rows * block >= 8192 else 4, stages)
+
+
+@functools.cache
+def stages(tile: Tile, block_k: int, kind: str, group: int, has_offset: bool, is_gated: bool) -> int:
+    """As many stages as the tile asks for and shared memory holds; one keeps the weight in registers."""
+    sizes = (shared_bytes(tile, block_k, kind, group, has_offset, is_gated, i) for i in range(tile.stages, 1, -1))
+    return tile.stages - next((i for i, size in enumerate(sizes) if size <= MAX_SHARED), tile.stages - 1)
+
+
+def shared_bytes(tile: Tile, block_k: int, kind: str, group: int, has_offset: bool, is_gated: bool, stages: int) -> int:
+    """A bound of the shared memory of `linear.few_rows_kernel`.
+
+    A tile of bf16 stays there while it is multiplied, codes leave for registers. Scales that differ within a row of
+    the tile, and offsets, are loaded for every weight. There is room for a tile that changes threads, in float32
+    where it is made of codes.
+    """
+    if tile.rows == 1:
+        return 0  # `gemv.py` holds its tiles in registers
+    weights = 2 * tile.n if is_gated else tile.n
+    each = {"bf16": 2 * block_k, "int8": block_k, "int4": 64}[kind]
+    if kind != "bf16" and (has_offset or group % block_k):
+        each += 4 * block_k * (2 if has_offset else 1)
+    moved = (4 * tile.n if kind != "bf16" else 4 * tile.rows) * block_k
+    buffers = stages if kind == "bf16" else stages - 1
+    return buffers * weights * each + stages * (2 * tile.rows + 4) * block_k + moved
 
 
 def lazy(module: str, name: str) -> Callable[..., Any]:
