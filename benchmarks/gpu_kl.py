@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,11 +28,11 @@ from octavo.layers.step import StepInputs
 from octavo.layers.weights import WeightSource
 from octavo.models import CausalLM, load_model
 from octavo.ops import AttentionMetadata, KVCache
+from octavo.ops.packed_weight import input_kind
 from octavo.ops.reference import quantize_rows
 
 BLOCK_SIZE = 16
 ROWS = 512  # of log-probabilities that are compared at once
-FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class PagedModel:
@@ -71,19 +72,16 @@ class PagedModel:
         return torch.cat([self.step(tokens[:, a:b], a) for a, b in itertools.pairwise(ends)], dim=1)
 
 
-def round_inputs(module: nn.Module, kind: str) -> None:
-    """Make a linear layer of transformers round its inputs, token by token, to int8 or float8 and back."""
+def input_rounding(weight: QuantizedWeight) -> Callable[[Tensor], Tensor]:
+    """What the scheme of a weight with quantized activations does to the rows of its input, and back to their dtype."""
+    kind = input_kind(weight.scheme)
+    assert kind is not None
 
-    def hook(_module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-        x = inputs[0]
-        if kind == "int":
-            codes, scale = quantize_rows(x)
-        else:
-            scale = (x.float().abs().amax(dim=-1, keepdim=True) / FLOAT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
-            codes = (x.float() / scale).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)
+    def rounded(x: Tensor) -> Tensor:
+        codes, scale = quantize_rows(x, kind, weight.input_scale)
         return (codes.float() * scale).to(x.dtype)
 
-    module.register_forward_pre_hook(hook)
+    return rounded
 
 
 def build_reference(
@@ -106,7 +104,8 @@ def build_reference(
         else:
             weight = source.weight(name, shape)
             if isinstance(weight, QuantizedWeight) and weight.scheme.activations is not None:
-                round_inputs(module, weight.scheme.activations.type)
+                rounding = input_rounding(weight)
+                module.register_forward_pre_hook(lambda _module, inputs, rounding=rounding: rounding(inputs[0]))
         module.weight.data.copy_(dense(weight))
         filled.add(f"{name}.weight")
     for name, parameter in model.named_parameters():
