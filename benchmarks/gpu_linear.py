@@ -1,13 +1,14 @@
 """Times the few-row products of a GPU for the layers of two models, and writes the best sizes as a table.
 
-    python benchmarks/gpu_linear.py TABLE.json [--seconds 100] [--kinds bf16,int4] [--rows 1,8,32,64,256]
+    python benchmarks/gpu_linear.py TABLE.json [--seconds 100] [--kinds bf16,int4] [--rows 1,8,32,64,256] [--shapes 8B]
+    python benchmarks/gpu_linear.py TABLE.json --shapes none     # stacks alone, with the tiles of the table
     python benchmarks/gpu_linear.py --compile      # no GPU: compiles for sm_90 and tells registers and spills
 
 The table goes to `src/octavo/ops/triton/tuned/<GPU>.json`, and keeps what others have put there. Every candidate is
 first checked against a float32 product on random input, then timed in a CUDA graph whose launches take different copies
 of the weight in turn, so that none is read from a cache. At the end whole stacks of layers with a short KV cache run as
-one graph, with products that start early up to one size of a weight or another. Compilation is spread over
-processes, which fill Triton's cache on disk.
+one graph, with products that start early and are prefetched up to one size of a weight or another. Compilation is
+spread over processes, which fill Triton's cache on disk.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Model(NamedTuple):
 
 MODELS = {"8B": Model(32, 4096, 32, 8, 14336, 128256), "0.6B": Model(28, 1024, 16, 8, 3072, 151936)}
 HEAD_DIM = 128
-DEPENDENT = (16_000_000, 1 << 40)  # which weights of the 8B layers start early; those of 0.6B always do
+# Up to how many bytes of a weight its product starts early, and is prefetched whole: attention leaves the memory idle.
+EARLY = ((16_000_000, 0), (16_000_000, 16_000_000), (40_000_000, 40_000_000), (1 << 40, 0), (1 << 40, 40_000_000))
 STACKS = (
     ("0.6B", "bf16", 1), ("0.6B", "bf16", 8), ("8B", "bf16", 1), ("8B", "bf16", 8), ("8B", "bf16", 32),
     ("8B", "int4", 1), ("8B", "int4", 8), ("8B", "int4", 32), ("8B", "int4", 256),
@@ -135,10 +137,10 @@ def one_row_candidates(kind: str, shape: Shape) -> list[Tile]:
     return [Tile(1, n, k, 1, w, 1) for n, k, w in sizes if shape.width // n >= 64]
 
 
-def jobs(kinds: list[str], rows: list[int]) -> list[Job]:
+def jobs(models: list[str], kinds: list[str], rows: list[int]) -> list[Job]:
     found = []
     for kind in kinds:
-        for model in ("8B",) if kind == "int8" else MODELS:
+        for model in [model for model in models if kind != "int8" or model == "8B"]:
             for shape in shapes(model, kind):
                 for m in rows:
                     if m <= (64 if kind == "bf16" else 256) and not (kind == "int8" and m > 32):
@@ -206,13 +208,37 @@ def last_weight(kind: str, n: int, k: int) -> TritonWeight:
     return make_weight(kind, n, k)
 
 
-def warm(job: Job, dependent_bytes: int | None = None) -> str | None:
+def early_of(model: str) -> tuple[tuple[int, int], ...]:
+    """The limits that make a difference: all weights of the small model are small."""
+    return EARLY if model == "8B" else EARLY[:2]
+
+
+def set_early(kind: str, rows: int, early: tuple[int, int]) -> None:
+    runtime.tuned_early()[kind, runtime.bucket(rows)] = early
+
+
+def warm_early(job: Job) -> None:
+    """Compile a product as the stacks launch it."""
+    for early in (*EARLY, (0, 0)):
+        set_early(job.kind, job.rows, early)
+        warm(job)
+
+
+def stack_jobs(kinds: list[str], models: list[str]) -> list[Job]:
+    """The products of the stacks, with the tiles of the table."""
+    return [
+        Job(kind, shape.at(m), m, runtime.tile(kind, shape.n, shape.k, m))
+        for model, kind, m in STACKS
+        if kind in kinds and model in models
+        for shape in shapes(model, kind)[:4]
+    ]
+
+
+def warm(job: Job) -> str | None:
     """Compile a candidate into the cache on disk, by running it; what went wrong, or None."""
     kind, shape, rows, tile = job
     if tile == CUBLAS:
         return None
-    if dependent_bytes is not None:
-        runtime.tuned_dependent_bytes()[kind, runtime.bucket(rows)] = dependent_bytes
     try:
         x = torch.zeros(rows, shape.k, device=CUDA, dtype=torch.bfloat16)
         last_weight(kind, shape.n, shape.k).few(x, tile=tile, **parts_of(shape, rows))
@@ -260,7 +286,7 @@ def time_shape(kind: str, shape: Shape, rows: list[int], todo: dict[int, list[Ti
 def time_stack(model: str, kind: str, rows: int, context: int = 64) -> dict[str, Any] | None:
     """A whole stack of layers at a short context, as one graph, with and without dependent launches.
 
-    For the large model, the line of the table that tells up to which weight products start early.
+    For the large model, the line of the table that tells up to which weight products start early and are prefetched.
     """
     m = MODELS[model]
     q, kv = m.heads * HEAD_DIM, m.kv_heads
@@ -294,21 +320,23 @@ def time_stack(model: str, kind: str, rows: int, context: int = 64) -> dict[str,
         assert fused(x * 1, positions, cos_sin, caches, [meta] * m.layers) is not None
 
     taken = {}
-    for limit in DEPENDENT if model == "8B" else DEPENDENT[:1]:
-        runtime.tuned_dependent_bytes()[kind, runtime.bucket(rows)] = limit
-        taken[limit] = graph_seconds(run, 5)
+    for early in early_of(model):
+        set_early(kind, rows, early)
+        taken[early] = graph_seconds(run, 5)
     runtime.dependent_launch = False
     without = graph_seconds(run, 5)
     runtime.dependent_launch = True
-    best = min(taken, key=lambda limit: taken[limit])
+    best = min(taken, key=lambda early: taken[early])
     print(
         f"stack {model} {kind} M={rows}: {taken[best] * 1e6 / m.layers:.1f} us a layer, {taken[best] * 1e3:.3f} ms, "
-        f"{100 * num_bytes / BANDWIDTH / taken[best]:.0f}% of the bandwidth; by bytes of early weights "
-        f"{' '.join(f'{limit:.0e}={seconds * 1e6 / m.layers:.1f}' for limit, seconds in taken.items())}, "
+        f"{100 * num_bytes / BANDWIDTH / taken[best]:.0f}% of the bandwidth; by bytes of weights that start early "
+        f"and are prefetched {' '.join(f'{a:.0e}/{b:.0e}={s * 1e6 / m.layers:.1f}' for (a, b), s in taken.items())}, "
         f"without dependent launch {without * 1e6 / m.layers:.1f}",
         flush=True,
     )
-    return {"kind": kind, "m": runtime.bucket(rows), "dependent_bytes": best} if model == "8B" else None
+    if model != "8B":
+        return None
+    return {"kind": kind, "m": runtime.bucket(rows), "dependent_bytes": best[0], "prefetch_bytes": best[1]}
 
 
 def write(table: Path, entries: list[dict[str, Any]]) -> None:
@@ -328,7 +356,8 @@ def measure(arguments: argparse.Namespace) -> None:
 def measure_with(pool: ProcessPoolExecutor, arguments: argparse.Namespace) -> None:
     began = time.monotonic()
     kinds, rows = arguments.kinds.split(","), [int(m) for m in arguments.rows.split(",")]
-    todo = jobs(kinds, rows)
+    models = [model for model in MODELS if model in arguments.shapes.split(",")]
+    todo = jobs(models, kinds, rows)
     failures = list(pool.map(warm, todo, chunksize=4))
     for job, failure in zip(todo, failures, strict=True):
         if failure:
@@ -336,7 +365,7 @@ def measure_with(pool: ProcessPoolExecutor, arguments: argparse.Namespace) -> No
     print(f"compiled {len(todo)} candidates in {time.monotonic() - began:.0f} s", flush=True)
     good = [job for job, failure in zip(todo, failures, strict=True) if not failure]
     entries: list[dict[str, Any]] = []
-    weights = [(kind, shape) for kind in kinds for model in MODELS for shape in shapes(model, kind)]
+    weights = [(kind, shape) for kind in kinds for model in models for shape in shapes(model, kind)]
     for kind, shape in weights:
         if time.monotonic() - began > arguments.seconds - 30:
             print(f"no time left for {kind} {shape.name}")
@@ -345,14 +374,13 @@ def measure_with(pool: ProcessPoolExecutor, arguments: argparse.Namespace) -> No
         if any(tiles.values()):
             entries += time_shape(kind, shape, rows, tiles)
             write(arguments.table, entries)
-    best = {(e["kind"], e["n"], e["k"], e["m"], tuple(e["tile"])) for e in entries}
-    again = [j for j in good if (j.kind, j.shape.n, j.shape.k, runtime.bucket(j.rows), tuple(j.tile)) in best]
-    for limit in (0, DEPENDENT[-1]):
-        list(pool.map(functools.partial(warm, dependent_bytes=limit), again, chunksize=4))
+    write(arguments.table, entries)
     runtime.tuned_tiles().update(runtime.read_tiles(arguments.table))
     runtime.tile.cache_clear()
+    stacked = models or list(MODELS)
+    list(pool.map(warm_early, stack_jobs(kinds, stacked)))
     for model, kind, m in STACKS:
-        if kind in kinds and time.monotonic() - began < arguments.seconds:
+        if kind in kinds and model in stacked and time.monotonic() - began < arguments.seconds:
             line = time_stack(model, kind, m)
             entries += [] if line is None else [line]
             write(arguments.table, entries)
@@ -409,7 +437,7 @@ def compile_one(job: Job) -> tuple[bytes, int]:
     if tile.rows == 1:
         kernel = linear.gemv_codes_kernel if kind == "int4" else linear.gemv_kernel
     groups = 1 if kind == "bf16" else shape.k // GROUP
-    block_k, split, lines, span = linear._plan(tile, kind, shape.k, GROUP, groups, shape.n)
+    block_k, split, lines, span = linear._plan(tile, kind, shape.k, GROUP, groups)
     pointers = {"x": "bf16", "w": {"bf16": "bf16", "int4": "i32", "int8": "i8"}[kind], "out": "bf16"}
     pointers |= {"scale": "fp32"} if kind != "bf16" else {}
     pointers |= {"norm": "bf16"} if shape.norm else {}
@@ -438,6 +466,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=100)
     parser.add_argument("--kinds", default="bf16,int4")
     parser.add_argument("--rows", default="1,8,32,64,256")
+    parser.add_argument("--shapes", default="8B,0.6B", help="models whose products are timed, or none")
     parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
     if arguments.compile:

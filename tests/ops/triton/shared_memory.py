@@ -26,7 +26,7 @@ def shared(kind: str, n: int, k: int, rows: int, group: int, has_offset: bool, i
     """Bytes of shared memory that the default tile takes, and the bound."""
     tile = runtime.default_tile(kind, n, k, runtime.bucket(rows))
     unit = 128 if kind == "int4" else next((unit for unit in UNITS if group % unit == 0), 0)
-    block_k, split, lines, _ = linear._plan(tile, kind, k, unit, k // group, n)
+    block_k, split, lines, _ = linear._plan(tile, kind, k, unit, k // group)
     sizes = (tile, block_k, kind, group, has_offset, is_gated)
     stages = runtime.stages(*sizes)
     constants: dict[str, Any] = {"K": k, "GROUPS": k // group, "KIND": kind, "GATE": "silu" if is_gated else None}

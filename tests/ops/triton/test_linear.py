@@ -91,6 +91,22 @@ def test_norm_gate_bias_and_residual(
     assert torch.equal(residual, kept)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "group"), [("bf16", None), ("4s", 64), ("8s", 64)])
+@pytest.mark.parametrize("tile", [Tile(1, 4, 64, 1, 4, 1), Tile(16, 16, 64, 2, 4, 2)])
+def test_early_products_ask_for_the_whole_weight(
+    kind: str, group: int | None, tile: Tile, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+    weight, plain = make(kind, group, 50, 1088, generator, device)
+    x = torch.randn(min(tile.rows, 5), 1088, generator=generator).bfloat16().to(device)
+    monkeypatch.setattr(runtime, "dependent_bytes", lambda kind, m: 1 << 40)
+    wanted = expected(x, plain)
+    for limit in (0, 1 << 40):
+        monkeypatch.setattr(runtime, "prefetch_bytes", lambda kind, m, limit=limit: limit)
+        assert_close(weight.few(x, tile=tile), wanted)
+
+
 @pytest.mark.parametrize("kind", ["bf16", "4s", "8s"])
 @pytest.mark.parametrize("rows", [0, 1, 2, 17, 70, 300])
 def test_linear_takes_any_number_of_rows(kind: str, rows: int, device: torch.device) -> None:
@@ -140,9 +156,11 @@ def test_one_row_of_codes_takes_small_and_large_inputs(factor: float, device: to
 def test_a_table_holds_tiles_and_early_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "table.json"
     tile = {"kind": "int4", "n": 64, "k": 128, "m": 16, "tile": [16, 64, 128, 2, 4, 3]}
-    path.write_text(json.dumps([tile, {"kind": "int4", "m": 16, "dependent_bytes": 7}]))
+    early = {"kind": "int4", "m": 16, "dependent_bytes": 7}
+    path.write_text(json.dumps([tile, early, {**early, "m": 1, "prefetch_bytes": 5}]))
     assert runtime.read_tiles(path) == {("int4", 64, 128, 16): Tile(16, 64, 128, 2, 4, 3)}
-    assert runtime.read_dependent_bytes(path) == {("int4", 16): 7}
-    monkeypatch.setattr(runtime, "tuned_dependent_bytes", lambda: runtime.read_dependent_bytes(path))
-    assert runtime.dependent_bytes("int4", 9) == 7
+    monkeypatch.setattr(runtime, "tuned_early", lambda: runtime.read_early(path))
+    assert runtime.dependent_bytes("int4", 9) == runtime.dependent_bytes("int4", 1) == 7
+    assert runtime.prefetch_bytes("int4", 1) == 5 < runtime.prefetch_bytes("int4", 9)
     assert runtime.dependent_bytes("int4", 40) == runtime.dependent_bytes("bf16", 1) > 7
+    assert runtime.prefetch_bytes("bf16", 1) == 0

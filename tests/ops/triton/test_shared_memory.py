@@ -65,7 +65,7 @@ def test_the_bound_fits_for_every_default_and_measured_tile(kind: str) -> None:
     assert len(todo) > 500
     for (_, n, k, rows, group, offset, gate), tile in todo:
         unit = 128 if kind == "int4" else 32
-        block_k = linear._plan(tile, kind, k, unit, k // group, n)[0]
+        block_k = linear._plan(tile, kind, k, unit, k // group)[0]
         stages = runtime.stages(tile, block_k, kind, group, offset, gate)
         assert 1 <= stages <= tile.stages
         size = runtime.shared_bytes(tile, block_k, kind, group, offset, gate, stages)

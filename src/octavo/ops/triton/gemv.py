@@ -1,7 +1,8 @@
 """The product of one row, y = x W^T: see `linear.py` for the prologue and epilogue that it shares.
 
 A program multiplies BLOCK_N rows of W element by element, 16 bytes of a row a thread, with the next tile on its way
-while it computes; sums cross threads once, at the end. The first tile is asked for before the kernel ahead has ended.
+while it computes; sums cross threads once, at the end. The first tile is asked for before the kernel ahead has ended,
+and where LINES says so the others are brought to the second-level cache: attention leaves the memory idle for long.
 A thread works at the same columns of all rows, so that many rows share what x costs.
 """
 
@@ -12,6 +13,19 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.ops.triton.linear_w4 import tiny_part
+
+LINE = tl.constexpr(128)  # bytes that one prefetch brings to the second-level cache
+
+
+@triton.jit
+def prefetch(w, row, first, ROW_BYTES: tl.constexpr, NUM_BYTES: tl.constexpr, LINES: tl.constexpr):
+    """Ask for NUM_BYTES bytes of each row from byte `first` on; at most LINES (a power of 2) lines."""
+    offset = tl.minimum(first + tl.arange(0, LINES) * LINE, ROW_BYTES - 1)
+    offset = tl.minimum(offset, first + NUM_BYTES - 1)
+    address = w.to(tl.int64, bitcast=True) + row.to(tl.int64)[:, None] * ROW_BYTES + offset[None, :]
+    tl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -95,10 +109,11 @@ def _gemv_end(total, scale, offset, bias, row, inverse, GROUPS: tl.constexpr, KI
 def gemv_kernel(
     x, w, scale, offset, norm, bias, residual, out, N, eps,
     K: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, GATE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One row x [K] to out [N]. BLOCK_K counts what a row of w stores: bf16 values, or 8-bit codes."""
     ROW: tl.constexpr = K
+    BYTES: tl.constexpr = 2 if KIND == "bf16" else 1
     CHUNK: tl.constexpr = 8 if KIND == "bf16" else 16
     TILES: tl.constexpr = (ROW + BLOCK_K - 1) // BLOCK_K
     EVEN: tl.constexpr = ROW % BLOCK_K == 0
@@ -108,6 +123,11 @@ def gemv_kernel(
     w_gate = weight_tile(w, row, byte, ROW, EVEN)
     w_up = weight_tile(w, row + N, byte, ROW, EVEN) if GATE is not None else w_gate
     if PDL:
+        if LINES > 0:
+            FIRST: tl.constexpr = BLOCK_K * BYTES
+            prefetch(w, row, FIRST, ROW * BYTES, ROW * BYTES - FIRST, LINES)
+            if GATE is not None:
+                prefetch(w, row + N, FIRST, ROW * BYTES, ROW * BYTES - FIRST, LINES)
         gdc_wait()
         gdc_launch_dependents()
     gate = tl.zeros([BLOCK_N, BLOCK_K // CHUNK], tl.float32)
@@ -213,7 +233,7 @@ def _codes_tile(
 def gemv_codes_kernel(
     x, w, scale, offset, norm, bias, residual, out, N, eps,
     K: tl.constexpr, GROUPS: tl.constexpr, SPAN: tl.constexpr, GATE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One row x [K] to out [N] for 4-bit codes; BLOCK_K counts words of a row, SPAN the parts that share a scale."""
     ROW: tl.constexpr = (K + 127) // 128 * 16
@@ -225,6 +245,11 @@ def gemv_codes_kernel(
     w_gate = weight_tile(w, row, word, ROW, EVEN)
     w_up = weight_tile(w, row + N, word, ROW, EVEN) if GATE is not None else w_gate
     if PDL:
+        if LINES > 0:
+            FIRST: tl.constexpr = BLOCK_K * 4
+            prefetch(w, row, FIRST, ROW * 4, ROW * 4 - FIRST, LINES)
+            if GATE is not None:
+                prefetch(w, row + N, FIRST, ROW * 4, ROW * 4 - FIRST, LINES)
         gdc_wait()
         gdc_launch_dependents()
     gate = tl.zeros([BLOCK_N, BLOCK_K // 4], tl.float32)

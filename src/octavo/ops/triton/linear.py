@@ -26,23 +26,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.ops.triton import elementwise, runtime
-from octavo.ops.triton.gemv import activate, gemv_codes_kernel, gemv_kernel, weight_tile
+from octavo.ops.triton.gemv import LINE, activate, gemv_codes_kernel, gemv_kernel, prefetch, weight_tile
 from octavo.ops.triton.linear_w4 import UNIT, WORDS, expand_codes
 from octavo.ops.triton.runtime import Tile
-
-LINE = tl.constexpr(128)  # bytes that one prefetch brings to the second-level cache
-MAX_PREFETCH = 16 << 20  # bytes of a weight: where several waves of programs follow, prefetching delays them
-
-
-@triton.jit
-def _prefetch(w, row, first, ROW_BYTES: tl.constexpr, NUM_BYTES: tl.constexpr, LINES: tl.constexpr):
-    """Ask for NUM_BYTES bytes of each row from byte `first` on; at most LINES (a power of 2) lines."""
-    offset = tl.minimum(first + tl.arange(0, LINES) * LINE, ROW_BYTES - 1)
-    offset = tl.minimum(offset, first + NUM_BYTES - 1)
-    address = w.to(tl.int64, bitcast=True) + row.to(tl.int64)[:, None] * ROW_BYTES + offset[None, :]
-    tl.inline_asm_elementwise(
-        "{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -178,9 +164,9 @@ def few_rows_kernel(
     if PDL:
         if LINES > 0:
             PART: tl.constexpr = TILES * WIDTH * BYTES
-            _prefetch(w, row, first * WIDTH * BYTES, ROW * BYTES, PART, LINES)
+            prefetch(w, row, first * WIDTH * BYTES, ROW * BYTES, PART, LINES)
             if GATE is not None:
-                _prefetch(w, row + N, first * WIDTH * BYTES, ROW * BYTES, PART, LINES)
+                prefetch(w, row + N, first * WIDTH * BYTES, ROW * BYTES, PART, LINES)
         gdc_wait()
         gdc_launch_dependents()
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -285,9 +271,10 @@ def few_rows(
         tile = runtime.tile(weight.kind, weight.shape[0], k, rows)
     if tile.split == 0:
         return _in_steps(x, weight, bias, out_dtype, norm, eps, gate, residual)
-    block_k, split, lines, span = _plan(tile, weight.kind, k, weight.unit, weight.groups, weight.shape[0])
+    block_k, split, lines, span = _plan(tile, weight.kind, k, weight.unit, weight.groups)
     out = torch.empty((rows, n), dtype=out_dtype, device=x.device)
     pdl = runtime.uses_dependent_launch(x.device) and weight.data.nbytes <= runtime.dependent_bytes(weight.kind, rows)
+    lines = lines if pdl and weight.data.nbytes <= runtime.prefetch_bytes(weight.kind, rows) else 0
     native = runtime.is_native()
     tensors = (x, weight.data, weight.scale, weight.offset, norm, bias, residual, out)
     stages = runtime.stages(tile, block_k, weight.kind, k // weight.groups, weight.offset is not None, gate is not None)
@@ -295,7 +282,7 @@ def few_rows(
     if tile.rows == 1:
         codes = weight.kind == "int4"
         kernel, detail = (gemv_codes_kernel, span) if codes else (gemv_kernel, weight.kind)
-        constants = (k, weight.groups, detail, gate, tile.n, block_k, pdl, native)
+        constants = (k, weight.groups, detail, gate, tile.n, block_k, lines, pdl, native)
         kernel[(triton.cdiv(n, tile.n),)](*tensors, n, eps, *constants, **options)
         return out
     columns, blocks = triton.cdiv(n, tile.n), triton.cdiv(rows, tile.rows)
@@ -341,14 +328,16 @@ def plain_product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: tor
 
 
 @functools.cache
-def _plan(tile: Tile, kind: str, k: int, unit: int, groups: int, n: int) -> tuple[int, int, int, int]:
+def _plan(tile: Tile, kind: str, k: int, unit: int, groups: int) -> tuple[int, int, int, int]:
     """(columns or, for one row, stored columns of a tile, parts of K, lines of a row to prefetch, parts of a word that
     share a scale) that fit the weight."""
     span = math.gcd(k // groups, UNIT) // WORDS
     stored = -(-k // UNIT) * WORDS if kind == "int4" else k
     block_k = min(tile.k, 1 << (stored - 1).bit_length())
+    bits = 16 if kind == "bf16" else int(kind[3:])
     if tile.rows == 1:
-        return block_k, 1, 0, span
+        lines = -(-k * bits // 8 // LINE.value) if stored > block_k else 0  # the first tile is loaded, not prefetched
+        return block_k, 1, 1 << (lines - 1).bit_length() if lines else 0, span
     if kind == "int4":
         block_k = UNIT
     elif kind == "int8":
@@ -356,6 +345,5 @@ def _plan(tile: Tile, kind: str, k: int, unit: int, groups: int, n: int) -> tupl
     tiles = -(-k // block_k)
     split = min(tile.split, tiles)
     split = -(-tiles // -(-tiles // split))  # no part is empty
-    bits = 16 if kind == "bf16" else int(kind[3:])
     lines = -(-tiles // split) * block_k * bits // 8 // LINE.value
-    return block_k, split, 1 << (max(lines, 1) - 1).bit_length() if n * k * bits // 8 <= MAX_PREFETCH else 0, span
+    return block_k, split, 1 << (max(lines, 1) - 1).bit_length(), span

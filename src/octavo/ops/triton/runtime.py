@@ -57,6 +57,7 @@ def is_native() -> bool:
     return os.environ.get("TRITON_INTERPRET") != "1"
 
 
+MAX_SHARED = 227 << 10  # bytes of shared memory of a program on Hopper
 _COUNTERS = 1 << 14
 _counters: dict[torch.device, torch.Tensor] = {}
 
@@ -71,9 +72,6 @@ def counters(device: torch.device, needed: int = 0) -> torch.Tensor:
     if found is None:
         found = _counters[device] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
     return found
-
-
-MAX_SHARED = 227 << 10  # bytes of shared memory of a program on Hopper
 
 
 class Tile(NamedTuple):
@@ -129,16 +127,22 @@ def read_tiles(path: Path) -> dict[tuple[str, int, int, int], Tile]:
 
 
 @functools.cache
-def tuned_dependent_bytes() -> dict[tuple[str, int], int]:
-    """(kind, bucket) -> bytes of the largest weight whose product is launched early, for this GPU."""
+def tuned_early() -> dict[tuple[str, int], tuple[int, int]]:
+    """(kind, bucket) -> bytes of the largest weight whose product is launched early, and that is prefetched."""
     path = tuned_table()
-    return {} if path is None else read_dependent_bytes(path)
+    return {} if path is None else read_early(path)
 
 
-def read_dependent_bytes(path: Path) -> dict[tuple[str, int], int]:
-    """Lines {"kind", "m", "dependent_bytes"} of a table."""
-    entries = json.loads(path.read_text())
-    return {(e["kind"], e["m"]): e["dependent_bytes"] for e in entries if "dependent_bytes" in e}
+def read_early(path: Path) -> dict[tuple[str, int], tuple[int, int]]:
+    """Lines {"kind", "m", "dependent_bytes", "prefetch_bytes"} of a table, the last optional."""
+    entries = [e for e in json.loads(path.read_text()) if "dependent_bytes" in e]
+    return {
+        (e["kind"], e["m"]): (e["dependent_bytes"], e.get("prefetch_bytes", _default_early(e["m"])[1])) for e in entries
+    }
+
+
+def _default_early(m: int) -> tuple[int, int]:
+    return 24_000_000, 0 if m == 1 else 16 << 20
 
 
 def dependent_bytes(kind: str, m: int) -> int:
@@ -146,7 +150,12 @@ def dependent_bytes(kind: str, m: int) -> int:
 
     A product that runs for long gains little, and its waiting programs are in the way of those that still work.
     """
-    return tuned_dependent_bytes().get((kind, bucket(m)), 24_000_000)
+    return (tuned_early().get((kind, bucket(m))) or _default_early(m))[0]
+
+
+def prefetch_bytes(kind: str, m: int) -> int:
+    """Up to which size of a weight an early product asks for all of it: where waves of programs follow, that delays."""
+    return (tuned_early().get((kind, bucket(m))) or _default_early(m))[1]
 
 
 def default_tile(kind: str, n: int, k: int, m: int) -> Tile:
