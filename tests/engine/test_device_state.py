@@ -12,10 +12,13 @@ from octavo.core.cache_groups import CacheGroup, KVCacheSpec
 from octavo.core.request import Request
 from octavo.core.sampling_params import SamplingParams
 from octavo.core.scheduler import Scheduler, SchedulerConfig
+from octavo.core.step import ScheduledRequest, Step
 from octavo.engine import device_state
 from octavo.engine.device_state import DeviceState
 from octavo.engine.graphs import graph_sizes
 from octavo.engine.inputs import BlockTables, build_inputs
+from octavo.engine.packing import PromptShape
+from octavo.engine.prompt_graphs import MAX_DECODE_CONTEXT, fitting_shape, prompt_shapes
 from octavo.engine.sampler import SamplingRow
 from octavo.ops import keep_tokens, sampling_inputs
 
@@ -87,12 +90,82 @@ def test_a_token_in_flight_is_read_on_the_device_and_padding_computes_nothing() 
     keep_tokens(state.state, packed.samples[1], torch.tensor([41, 42]), state.sampled[:2])
     second = scheduler.schedule()
     assert second is not None and [item.token_ids for item in second.requests] == [[-1], [-1]]
-    ids, positions, inputs = state.prepare(state.send(second, num_padded=4))
+    ids, positions, inputs = state.prepare(state.send(second, padding=4))
     assert ids.tolist() == [41, 42, 0, 0]
     assert positions.tolist() == [3, 3, 0, 0]
     assert inputs.metadata[0].seq_lens.tolist() == [4, 4, 0, 0]
     assert inputs.metadata[0].slot_mapping[2:].tolist() == [-1, -1]
     assert (inputs.metadata[0].slot_mapping[:2] >= 8).all()
+
+
+@pytest.mark.parametrize("groups", [[FULL], [FULL, SLIDING]], ids=["full", "full+sliding"])
+def test_a_padded_step_of_prompts_is_the_step_and_rows_without_a_slot(groups: list[CacheGroup]) -> None:
+    rng = random.Random(1)
+    scheduler, state = make(groups, num_blocks=60, max_num_seqs=5, budget=32)
+    shapes = prompt_shapes(5, 32)
+    assert shapes == [PromptShape(5, 16), PromptShape(5, 32)]
+    for i in range(12):
+        prompt = [rng.randrange(100) for _ in range(rng.choice([1, 5, 32, 50]))]
+        request = Request(str(i), prompt, SamplingParams(max_tokens=rng.randrange(1, 9)))
+        scheduler.add(request)
+        state.add(request, row_of(request))
+    used = set()
+    while (step := scheduler.schedule()) is not None:
+        count, total = len(step.requests), step.num_tokens
+        shape = None if step.num_decodes == count else fitting_shape(shapes, step)
+        state.send(step, shape)
+        if shape is not None:
+            wanted = [part.clone() for part in flat(state.prepare(state.send(step)))]
+            state.send(step, shape)  # the state is as it was, and the buffers are written anew
+            found = flat(state.prepare(state.prompts_of(shape), 32))
+            sizes = [total] * 2 + [count, count + 1] + [total] * len(groups)
+            for whole, part, size in zip(found, wanted, sizes, strict=True):
+                assert torch.equal(whole[:size], part)
+            ids, positions, lengths, query_start, *slots = found
+            assert len(ids) == shape.num_tokens and len(lengths) == shape.max_requests + 1
+            assert not ids[total:].any() and not positions[total:].any() and not lengths[count:].any()
+            assert all((part[total:] == -1).all() for part in slots)
+            assert query_start.tolist()[count + 1 :] == [total] * (shape.max_requests - count) + [shape.num_tokens]
+            used.add((shape.num_tokens, total == shape.num_tokens, count == shape.max_requests, step.num_decodes > 0))
+        sampled = {item.request.request_id: [rng.randrange(100)] for item in step.requests if item.sample}
+        for request in scheduler.update(step, sampled):
+            if request.is_finished:
+                state.remove(request.request_id)
+    for place, wanted_values in enumerate([{16, 32}, {False, True}, {False, True}, {False, True}]):
+        assert {kind[place] for kind in used} == wanted_values
+
+
+def flat(prepared) -> list[torch.Tensor]:
+    ids, positions, inputs = prepared
+    first = inputs.metadata[0]
+    return [ids, positions, first.seq_lens, first.query_start, *[meta.slot_mapping for meta in inputs.metadata]]
+
+
+def test_padding_for_warming_up_computes_nothing() -> None:
+    _, state = make([FULL], num_blocks=60, max_num_seqs=4, budget=32)
+    state.packed.fill_(7)
+    shape = PromptShape(4, 16)
+    state.send_padding(state.prompts_of(shape))
+    ids, positions, lengths, query_start, slots = flat(state.prepare(state.prompts_of(shape), 32))
+    assert not ids.any() and not positions.any() and not lengths.any() and (slots == -1).all()
+    assert query_start.tolist() == [0, 0, 0, 0, 0, 16]
+
+
+def test_steps_that_no_graph_of_prompts_serves_well_have_no_shape() -> None:
+    shapes = prompt_shapes(64, 8192)
+    assert {shape.num_tokens for shape in shapes} == {16, 32, 64, 128, 256, 512}
+    assert prompt_shapes(4, 8) == []
+
+    def shape_of(num_requests: int, num_tokens: int, start: int = 0) -> PromptShape | None:
+        request = Request("r", [1], SamplingParams())
+        starts = [start] + [0] * (num_requests - 1)
+        items = [ScheduledRequest(request, first, 1, [1], [[]], sample=False) for first in starts]
+        return fitting_shape(shapes, Step(0, items, num_tokens, num_decodes=1))
+
+    assert shape_of(2, 12) == PromptShape(16, 16) and shape_of(2, 17) == PromptShape(16, 32)
+    assert shape_of(17, 20) == PromptShape(64, 32) and shape_of(64, 512) == PromptShape(64, 512)
+    assert shape_of(2, 513) is None and shape_of(65, 200) is None
+    assert shape_of(2, 12, MAX_DECODE_CONTEXT - 1) is not None and shape_of(2, 12, MAX_DECODE_CONTEXT) is None
 
 
 def test_writing_padding_leaves_requests_alone() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ import pytest
 import torch
 
 from octavo.core.sampling_params import SamplingParams
+from octavo.core.step import Step
 from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.messages import EngineRequest
+from octavo.engine.packing import PromptShape
+from octavo.engine.prompt_graphs import PromptGraphs
+from octavo.engine.runner import InFlight
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,6 +84,89 @@ def test_every_decode_size_was_captured(engine: Engine) -> None:
     graphs = engine._runner._graphs  # type: ignore[attr-defined]
     assert graphs.failure is None
     assert [graphs.padded_size(n) for n in (1, 3, 4, 5, 17, 24, 25)] == [1, 4, 4, 8, 24, 24, None]
+
+
+SERIAL = count()  # no prompt is found in the prefix cache
+
+
+@pytest.mark.parametrize("lengths", [[32], [2, 40, 7], [16], [100] * 4, [2] * 20, [500]], ids=str)
+@pytest.mark.parametrize("with_decodes", [False, True])
+def test_a_replayed_prompt_gives_the_bits_of_the_calls_in_it(
+    request: pytest.FixtureRequest, engine: Engine, lengths: list[int], with_decodes: bool, monkeypatch
+) -> None:
+    if with_decodes:
+        request.getfixturevalue("decoding")
+    runner: Any = engine._runner
+    graphs, state, launch = runner._prompt_graphs, runner._state, runner.launch
+    assert graphs.failure is None
+    seen = []
+
+    @torch.inference_mode()
+    def compare(step: Step) -> InFlight:
+        shape, in_flight = runner._padding_of(step), launch(step)
+        if isinstance(shape, PromptShape):
+            called, replayed = (run(shape)[: step.num_tokens].clone() for run in (graphs._body, graphs.run_body))
+            assert called.isfinite().all() and torch.equal(called, replayed)
+            single = runner._model(*state.prepare(state.send(step)))
+            assert (single - called).float().norm() < 0.03 * called.float().norm()
+            seen.append((step.num_tokens, step.num_decodes))
+        return in_flight
+
+    monkeypatch.setattr(runner, "launch", compare)
+    waiting = set()
+    for length in lengths:
+        serial = next(SERIAL)
+        waiting.add(f"p{serial}")
+        tokens = [(31 * serial + 7 * j * (serial + 1)) % 2000 for j in range(length)]
+        engine.add(EngineRequest(f"p{serial}", tokens, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)))
+    while waiting:
+        for output in engine.step():
+            assert output.error is None
+            if output.finish_reason is not None:
+                waiting.discard(output.request_id)
+    assert seen and all((num_decodes > 0) >= with_decodes for _, num_decodes in seen)
+
+
+def prompt_logprobs(engine: Engine) -> tuple[torch.Tensor, dict[str, list[int]]]:
+    """Of three prompts: the log-probability of each token, and the answers."""
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    prompts = [[(7 * i + j) % 2000 for j in range(2 + 37 * i)] for i in range(3)]
+    for i, prompt in enumerate(prompts):
+        engine.add(EngineRequest(str(i), prompt, params))
+    values: dict[str, list[float]] = {}
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None
+            prompt = prompts[int(output.request_id)]
+            for token, entry in zip(prompt, output.prompt_logprobs or [], strict=False):
+                values.setdefault(output.request_id, []).extend([] if entry is None else [entry[token].logprob])
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    return torch.tensor([value for name in sorted(values) for value in values[name]]), tokens
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_prompts_and_their_log_probabilities_are_those_without_graphs(tmp_path: Path, deterministic: bool) -> None:
+    settings = {"deterministic": True} if deterministic else {}
+    replayed, tokens = prompt_logprobs(make(tmp_path, **settings))
+    called, expected = prompt_logprobs(make(tmp_path, enforce_eager=True, **settings))
+    assert len(replayed) == 1 + 38 + 75
+    if deterministic:
+        assert torch.equal(replayed, called) and tokens == expected
+    else:
+        torch.testing.assert_close(replayed, called, rtol=0.02, atol=0.05)
+
+
+def test_prompts_that_cannot_be_captured_are_launched_call_by_call(tmp_path: Path, monkeypatch) -> None:
+    def fail(self: PromptGraphs, shape: PromptShape) -> torch.Tensor:
+        raise RuntimeError("no such step")
+
+    monkeypatch.setattr(PromptGraphs, "_body", fail)
+    engine = make(tmp_path)
+    runner: Any = engine._runner
+    assert runner._graphs.failure is None and "no such step" in runner._prompt_graphs.failure
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    assert len(answers(engine, [params])["0"]) == 4
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -1,6 +1,6 @@
 """Runs steps from state that lives on the device, so that a step is launched before the last one's tokens are read.
 
-A launch waits for nothing: one copy to the device, the model (as a CUDA graph, if it is a decode), sampling, one copy
+A launch waits for nothing: one copy to the device, the model (as a CUDA graph, if it is small), sampling, one copy
 of the tokens back. `collect` waits for that copy. A step that needs tokens on the host to sample (penalties, say) is
 sampled there within the launch; the engine has collected every step before it then.
 """
@@ -17,8 +17,9 @@ from octavo import ops
 from octavo.core.request import Request
 from octavo.core.scheduler import ScheduledRequest, Step
 from octavo.engine.device_state import DeviceState, PackedStep
-from octavo.engine.graphs import DecodeGraphs, graph_sizes
-from octavo.engine.packing import Staging
+from octavo.engine.graphs import DecodeGraphs, Recorder, graph_sizes
+from octavo.engine.packing import Padding, PromptShape, Staging
+from octavo.engine.prompt_graphs import PromptGraphs, prompt_shapes
 from octavo.engine.runner import NAN_LOGITS, InFlight, Runner, StepResult
 from octavo.engine.sampler import LogprobTensors, SamplingRow, gather_logprobs, logprob_entries
 from octavo.models.base import CausalLM
@@ -49,24 +50,37 @@ class DeviceRunner(Runner):
         self._drawn: set[str] = set()  # those that are not greedy
         self._with_logprobs: set[str] = set()
         self._graphs: DecodeGraphs | None = None
+        self._prompt_graphs: PromptGraphs | None = None
         if use_graphs:
-            self._graphs = DecodeGraphs(model, state)
+            recorder = Recorder()
+            self._graphs = DecodeGraphs(model, state, recorder)
+            self._prompt_graphs = PromptGraphs(model, state, recorder)
 
     @torch.inference_mode()
-    def capture(self, sizes: list[int] | None = None) -> bool:
-        """Capture the decode graphs of these batch sizes, or of all that get one; False if the model cannot be."""
+    def capture(self, sizes: list[int]) -> bool:
+        """Capture the decode graphs of these batch sizes; False if the model cannot be."""
         if self._graphs is None:
             return False
-        sizes = graph_sizes(self._state.max_num_seqs) if sizes is None else sizes
         self._graphs.capture(sizes, {True: self._greedy_head, False: self._sampling_head})
         return self._graphs.failure is None
 
+    @torch.inference_mode()
+    def capture_prompts(self, shapes: list[PromptShape]) -> None:
+        """Capture the graphs of small prompts of these shapes; where that fails, they are launched call by call."""
+        if self._prompt_graphs is not None and self._prompt_graphs.failure is None:
+            self._prompt_graphs.capture(shapes)
+
+    def prompt_shapes(self) -> list[PromptShape]:
+        """Shapes of small prompts that get a graph."""
+        return prompt_shapes(self._state.max_num_seqs, self._state.max_num_batched_tokens)
+
     def warm_up(self) -> None:
-        """Launch what decode steps of every size do, on padding."""
+        """Launch what graphs of every size would hold, on padding."""
         self._state.write_padding()
-        if self._graphs is not None:
+        if self._graphs is not None and self._prompt_graphs is not None:
             sizes = graph_sizes(self._state.max_num_seqs)
             self._graphs.warm_up(sizes, {True: self._greedy_head, False: self._sampling_head})
+            self._prompt_graphs.warm_up(self.prompt_shapes())
 
     def add(self, request: Request, row: SamplingRow) -> None:
         super().add(request, row)
@@ -92,21 +106,30 @@ class DeviceRunner(Runner):
 
     @torch.inference_mode()
     def launch(self, step: Step) -> InFlight:
-        size = None
-        if self._graphs is not None and step.num_decodes == len(step.requests):
-            size = self._graphs.padded_size(len(step.requests))
-        packed = self._state.send(step, size)
+        padding = self._padding_of(step)
+        packed = self._state.send(step, padding)
         try:
-            return self._launch(step, packed, size)
+            return self._launch(step, packed, padding)
         finally:
             packed.staging.record()
 
-    def _launch(self, step: Step, packed: PackedStep, size: int | None) -> InFlight:
-        if size is None:
-            hidden = self._model(*self._state.prepare(packed))
-        else:
+    def _padding_of(self, step: Step) -> Padding:
+        """What the graph that serves a step pads it to, or None."""
+        if self._graphs is None or self._prompt_graphs is None:
+            return None
+        count = len(step.requests)
+        return self._graphs.padded_size(count) if step.num_decodes == count else self._prompt_graphs.shape_for(step)
+
+    def _launch(self, step: Step, packed: PackedStep, padding: Padding) -> InFlight:
+        size = None
+        if isinstance(padding, PromptShape):
+            assert self._prompt_graphs is not None
+            hidden = self._prompt_graphs.run_body(padding)
+        elif padding is not None:
             assert self._graphs is not None
-            hidden = self._graphs.run_body(size)
+            hidden, size = self._graphs.run_body(padding), padding
+        else:
+            hidden = self._model(*self._state.prepare(packed))
         launched = _Launched(step, StepResult(), packed.staging)
         sampling = step.requests
         if packed.samples is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.core.request import Request, RequestStatus
 from octavo.core.step import ScheduledRequest, Step
-from octavo.engine.packing import Layout, Staging, aligned, pack, words_needed
+from octavo.engine.packing import Layout, Padding, PromptShape, Staging, aligned, pack, words_needed
 from octavo.engine.sampler import SamplingRow
 from octavo.layers.step import StepInputs
 from octavo.ops import AttentionMetadata
@@ -69,7 +69,7 @@ class DeviceState:
         num_staging: int,
     ) -> None:
         self.block_size, self.max_num_seqs, self.max_model_len = block_size, max_num_seqs, max_model_len
-        self.device = device
+        self.max_num_batched_tokens, self.device = max_num_batched_tokens, device
         self._num_blocks = -(-max_model_len // block_size)
         self.state = ops.RequestState.allocate(max_num_seqs + 1, self._num_blocks, num_groups, device)
         self._padding_row = max_num_seqs
@@ -89,11 +89,12 @@ class DeviceState:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
-        tables = (self.max_num_seqs, self._num_blocks)
+        most = self.max_num_seqs + 1  # with the request that has padded tokens
+        tables = (most, self._num_blocks)
         return ops.StepTensors(
             zeros(num_tokens),
             zeros(num_tokens),
-            zeros(self.max_num_seqs, dtype=torch.int32),
+            zeros(most, dtype=torch.int32),
             tuple(zeros(*tables, dtype=torch.int32) for _ in range(num_groups)),
             tuple(zeros(num_tokens) for _ in range(num_groups)),
         )
@@ -151,18 +152,15 @@ class DeviceState:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def send(self, step: Step, num_padded: int | None = None) -> PackedStep:
-        """Pack a step, copy it to the device and bring the state up to date; nothing is waited for.
-
-        A step of decodes may be padded to `num_padded` requests.
-        """
+    def send(self, step: Step, padding: Padding = None) -> PackedStep:
+        """Pack a step, copy it to the device and bring the state up to date; nothing is waited for."""
         staging = self._staging[self._next_staging]
         self._next_staging = (self._next_staging + 1) % len(self._staging)
         staging.wait()
         places: list[int] = []
         values: list[int] = []
         rows = self._locate(step.requests, places, values)
-        layout = pack(staging.words, step, rows, num_padded, self._padding_row)
+        layout = pack(staging.words, step, rows, padding, self._padding_row)
         self._transfer(staging, layout.end, places, values)
         return self._views(staging, layout, step.num_decodes)
 
@@ -242,18 +240,29 @@ class DeviceState:
         layout.max_seq_len = self.max_model_len
         return self._views(self._staging[0], layout, size)
 
+    def prompts_of(self, shape: PromptShape) -> PackedStep:
+        """The same of any step that fits into `shape`. All its rows are a prompt's, and no length is on the host."""
+        layout = shape.layout()
+        layout.max_query_len, layout.max_seq_len = shape.num_tokens, self.max_model_len
+        return self._views(self._staging[0], layout, 0)
+
     def write_padding(self) -> None:
         """Change entries of the row that padding points to, as steps change those of requests."""
         places = torch.arange(4, dtype=torch.int32, device=self.device) + self.state.offsets[2]
         places += self._padding_row * self._num_blocks
         ops.write_state(self.state, places[: self._num_blocks], torch.zeros_like(places[: self._num_blocks]))
 
-    def send_padding(self, size: int) -> None:
-        """Fill the packed vector with `size` requests that compute nothing, for warming up and for capturing."""
-        padding = self.decode_of(size)
+    def send_padding(self, padding: PackedStep) -> None:
+        """Fill these views with requests that compute nothing, for warming up and for capturing."""
         padding.rows.fill_(self._padding_row)
-        padding.starts.fill_(-1)
         padding.tokens.zero_()
+        if padding.layout.query_start is None:
+            padding.starts.fill_(-1)
+            return
+        padding.starts.zero_()
+        padding.starts[-1:].fill_(-padding.layout.num_tokens)
+        padding.query_start.zero_()
+        padding.query_start[-1:].fill_(padding.layout.num_tokens)
 
 
 def _sampling_words(row: SamplingRow) -> list[int]:

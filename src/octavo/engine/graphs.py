@@ -43,18 +43,46 @@ class DecodeGraph:
     heads: dict[bool, Any]
 
 
+class Recorder:
+    """Records graphs that share a memory pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # one for all: cuBLAS keeps a workspace for every stream that it sees
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """What is launched inside runs on the stream of the recordings."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    @contextmanager
+    def recording(self) -> Iterator[Any]:
+        """A graph of what is launched inside. (`torch.cuda.graph` would empty torch's cache of memory each time.)"""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                yield graph
+            except BaseException:
+                with suppress(RuntimeError):  # says only that the first error has made the capture invalid
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+
+
 class DecodeGraphs:
     """Captures and holds the graphs.
 
     `failure` says why nothing could be captured, if so; steps run without graphs then.
     """
 
-    def __init__(self, model: CausalLM, state: DeviceState) -> None:
-        self._model, self._state = model, state
+    def __init__(self, model: CausalLM, state: DeviceState, recorder: Recorder) -> None:
+        self._model, self._state, self._recorder = model, state, recorder
         self._graphs: dict[int, DecodeGraph] = {}
         self._sizes: list[int] = []
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # one for all: cuBLAS keeps a workspace for every stream that it sees
         self.failure: str | None = None
 
     def capture(self, sizes: Sequence[int], heads: dict[bool, Head]) -> None:
@@ -65,7 +93,7 @@ class DecodeGraphs:
         begin = time.perf_counter()
         for size in sorted(sizes, reverse=True):
             try:
-                with _waiting_is_an_error():
+                with waiting_is_an_error():
                     self._warm_up(size, heads)
                 self._graphs[size] = self._capture(size, heads)
             except Exception as error:  # whatever a model's own code raises where it may not wait
@@ -100,14 +128,12 @@ class DecodeGraphs:
 
     def _warm_up(self, size: int, heads: dict[bool, Head]) -> None:
         """Run everything once outside of a graph: kernels are compiled and loaded, and workspaces allocated."""
-        self._state.send_padding(size)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            packed = self._state.decode_of(size)
+        packed = self._state.decode_of(size)
+        self._state.send_padding(packed)
+        with self._recorder.rehearsing():
             hidden = self._body(size)
             for head in heads.values():
                 head(hidden, packed.rows, self._state.tensors.seq_lens[:size])
-        torch.cuda.current_stream().wait_stream(self._stream)
 
     def _body(self, size: int) -> Tensor:
         packed = self._state.decode_of(size)
@@ -117,31 +143,17 @@ class DecodeGraphs:
     def _capture(self, size: int, heads: dict[bool, Head]) -> DecodeGraph:
         packed = self._state.decode_of(size)
         lengths = self._state.tensors.seq_lens[:size]
-        with self._recording() as body:
+        with self._recorder.recording() as body:
             hidden = self._body(size)
         captured = {}
         for kind, head in heads.items():
-            with self._recording() as captured[kind]:
+            with self._recorder.recording() as captured[kind]:
                 head(hidden, packed.rows, lengths)
         return DecodeGraph(body, hidden, captured)
 
-    @contextmanager
-    def _recording(self) -> Iterator[Any]:
-        """A graph of what is launched inside. (`torch.cuda.graph` would empty torch's cache of memory each time.)"""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                yield graph
-            except BaseException:
-                with suppress(RuntimeError):  # says only that the first error has made the capture invalid
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-
 
 @contextmanager
-def _waiting_is_an_error() -> Iterator[None]:
+def waiting_is_an_error() -> Iterator[None]:
     """Operations that wait for the device raise inside."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

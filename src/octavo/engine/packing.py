@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -68,20 +68,46 @@ class Staging:
 
 
 def words_needed(max_num_seqs: int, max_num_tokens: int) -> int:
-    """Room for the sections of any step, without changes of the state."""
-    return 6 * aligned(max_num_seqs + 1) + aligned(max_num_tokens)
+    """Room for the sections of any step, without changes of the state; a padded one has a request more."""
+    return 6 * aligned(max_num_seqs + 2) + aligned(max_num_tokens)
 
 
-def pack(words: Words, step: Step, rows: list[int], num_padded: int | None, padding_row: int) -> Layout:
-    """Fill the sections of a step whose requests have these rows of the state; a step of decodes may be padded."""
+class PromptShape(NamedTuple):
+    """What a step that is not all decodes may be padded to: `max_requests` and one more, which has the padded tokens.
+
+    The requests between compute nothing. The last begins as far before 0 as it has tokens: its length is 0, and no
+    token of it has a slot.
+    """
+
+    max_requests: int
+    num_tokens: int
+
+    def layout(self) -> Layout:
+        """Where the sections are, whatever the step."""
+        layout = Layout.of(self.max_requests + 1, self.num_tokens)
+        layout.query_start = layout.end
+        layout.end = aligned(layout.end + layout.num_seqs + 1)
+        return layout
+
+
+Padding = int | PromptShape | None
+"""What a step is padded to: a number of requests, where all decode; a shape, where they do not; or nothing."""
+
+
+def pack(words: Words, step: Step, rows: list[int], padding: Padding, padding_row: int) -> Layout:
+    """Fill the sections of a step whose requests have these rows of the state."""
     items = step.requests
     starts = [item.start for item in items]
     if step.num_decodes == len(items):
-        layout = _pack_decodes(words, items, rows, starts, num_padded or len(items), padding_row)
+        assert not isinstance(padding, PromptShape)
+        layout = _pack_decodes(words, items, rows, starts, padding or len(items), padding_row)
         if all(item.sample for item in items):
             return layout
     else:
-        layout = _pack_mixed(words, step, rows, starts)
+        assert not isinstance(padding, int)
+        layout = _pack_mixed(words, step, rows, starts, padding)
+        if padding is not None:
+            _pad_mixed(words, layout, len(items), step.num_tokens, padding_row)
     samples = _samples(items, rows, starts, layout.query_lens)
     layout.samples, layout.num_samples = layout.end, samples.shape[1]
     words[layout.end : layout.end + samples.size] = samples.ravel()
@@ -104,9 +130,9 @@ def _pack_decodes(
     return layout
 
 
-def _pack_mixed(words: Words, step: Step, rows: list[int], starts: list[int]) -> Layout:
+def _pack_mixed(words: Words, step: Step, rows: list[int], starts: list[int], shape: PromptShape | None) -> Layout:
     items, count, num_tokens = step.requests, len(step.requests), step.num_tokens
-    layout = Layout.of(count, num_tokens)
+    layout = (shape or PromptShape(count - 1, num_tokens)).layout()
     words[:count] = rows
     words[layout.starts : layout.starts + count] = starts
     tokens = chain.from_iterable(item.token_ids for item in items)
@@ -114,11 +140,23 @@ def _pack_mixed(words: Words, step: Step, rows: list[int], starts: list[int]) ->
     layout.query_lens = [item.num_tokens for item in items]
     layout.seq_lens = [start + length for start, length in zip(starts, layout.query_lens, strict=True)]
     layout.max_query_len, layout.max_seq_len = max(layout.query_lens), max(layout.seq_lens)
-    at = layout.query_start = layout.end
+    at = layout.query_start
+    assert at is not None
     words[at] = 0
     np.cumsum(layout.query_lens, out=words[at + 1 : at + 1 + count])
-    layout.end = aligned(at + count + 1)
     return layout
+
+
+def _pad_mixed(words: Words, layout: Layout, count: int, num_tokens: int, padding_row: int) -> None:
+    """Add what `PromptShape` says to a step of `count` requests and `num_tokens` tokens."""
+    size, at, num_padded = layout.num_seqs, layout.query_start, layout.num_tokens - num_tokens
+    assert at is not None and count < size and num_padded >= 0
+    words[count:size] = padding_row
+    words[layout.starts + count : layout.starts + size - 1] = 0
+    words[layout.starts + size - 1] = -num_padded
+    words[layout.tokens + num_tokens : layout.tokens + layout.num_tokens] = 0
+    words[at + count + 1 : at + size] = num_tokens
+    words[at + size] = layout.num_tokens
 
 
 def _samples(

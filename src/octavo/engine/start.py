@@ -41,7 +41,7 @@ def build_runner(
     max_model_len: int,
     use_graphs: bool,
 ) -> Runner:
-    """Allocate the KV cache and everything else that steps need, and capture the decode graphs if asked to."""
+    """Allocate the KV cache and everything else that steps need, and capture the graphs if asked to."""
     bind_cache(
         loaded.model, loaded.groups, num_blocks, config.block_size, loaded.kv_dtype, loaded.device, config.deterministic
     )
@@ -49,7 +49,8 @@ def build_runner(
     if not limits.uses_device_state:
         return HostRunner(loaded.model, groups, config.block_size, limits.max_num_seqs, max_model_len, loaded.device)
     runner = _device_runner(loaded, config, limits, max_model_len, use_graphs)
-    runner.capture()
+    if runner.capture(graph_sizes(limits.max_num_seqs)):
+        runner.capture_prompts(runner.prompt_shapes())
     return runner
 
 
@@ -101,9 +102,9 @@ def _length(loaded: LoadedModel, config: EngineConfig) -> int:
 
 
 def measure_step(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) -> StepMemory:
-    """Run the largest step on a cache of one block, and capture two of the graphs, to see what they take.
+    """Run the largest step on a cache of one block, and capture two graphs of each kind, to see what they take.
 
-    Every further graph is taken to need what the second one added, since all of them share one pool.
+    Every further one is taken to need what the second of its kind added, since all of them share one pool.
     """
     if loaded.device.type != "cuda":
         return StepMemory(0, False)
@@ -120,11 +121,21 @@ def measure_step(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) 
         runner.capture(others[:1])
         after_two = _free_bytes(loaded.device)
     graphs = before - after_one + (after_one - after_two) * len(others)
+    if can_capture:
+        graphs += _measure_prompt_graphs(runner, loaded.device)
     del runner
     gc.collect()
     torch.cuda.empty_cache()
     logger.info("a step takes %.2f GiB, its graphs %.2f GiB", num_bytes / 2**30, graphs / 2**30)
     return StepMemory(num_bytes + graphs, can_capture)
+
+
+def _measure_prompt_graphs(runner: DeviceRunner, device: torch.device) -> int:
+    free, shapes = [_free_bytes(device)], runner.prompt_shapes()[::-1]
+    for shape in shapes[:2]:
+        runner.capture_prompts([shape])
+        free.append(_free_bytes(device))
+    return free[0] - free[-1] + (free[-2] - free[-1]) * len(shapes[2:]) if shapes else 0
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -75,7 +75,7 @@ def prepare_inputs(
     """Lay out the inputs of a step from int32 vectors: rows, starts [S], query_start [S + 1] and tokens [T].
 
     Request s has the tokens query_start[s]:query_start[s + 1], at positions from starts[s] on. A token of -1 is the
-    newest one of its row. A request that starts at -1 with one token is padding: its length is 0 and its slot -1.
+    newest one of its row. A request of n tokens that starts at -n is padding: its length is 0 and its slots are -1.
     """
     _PREPARE_INPUTS(rows, starts, query_start, tokens, state, block_size, max_query_len, out)
 

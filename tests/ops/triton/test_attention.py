@@ -95,6 +95,17 @@ def test_prefill_is_the_reference(
     assert relative_error(out, exact_attention(q, step, head_dim**-0.5)) < TOLERANCE
 
 
+@pytest.mark.parametrize("window", [None, 12])
+def test_padding_changes_no_prompt_and_is_zeros(window: int | None, device: torch.device) -> None:
+    step = Step([1, 9, 33, 0, 0, 37], [70, 33, 33, 0, 0, 0], 16, 1, 16, device, window=window)
+    q = queries(step, 4)
+    alone, padded = poisoned(q), poisoned(q)
+    prefill(q, step.cache, step.meta, alone, 0, 3, 43, 0.3, window, tiles=SMALL)
+    prefill(q, step.cache, step.meta, padded, 0, 6, 80, 0.3, window, tiles=SMALL)
+    assert torch.equal(padded[:43], alone[:43])
+    assert (padded[43:] == 0).all()
+
+
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, HALF])
 def test_types_of_queries_and_cache(dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device) -> None:

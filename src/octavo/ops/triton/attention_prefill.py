@@ -160,6 +160,7 @@ def prefill_kernel(
         q_tile, k_head, v_head, table, full_end, end, positions, window, length, row_max, row_sum, acc, scale, softcap,
         stride_block, True, HAS_WINDOW, HAS_SOFTCAP, PRECISION, D, BLOCK_D, BLOCK_N, BLOCK_SIZE,
     )  # fmt: skip
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row before position 0, which pads the step: zeros
     tl.store(out + row * (HQ * D) + channel, (acc / row_sum[:, None]).to(out.dtype.element_ty), mask=cell_mask)
 
 
