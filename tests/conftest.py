@@ -7,10 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # for helpers that several packages' tests share
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need the Hub; those about it set their own endpoint
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # kernels are interpreted; read when triton is imported, by whatever test first
+    )
 
 
 @pytest.fixture(scope="session")

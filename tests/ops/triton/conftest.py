@@ -1,7 +1,6 @@
-"""Kernels run natively where there is a GPU and under Triton's interpreter elsewhere."""
+"""Kernels run natively where there is a GPU and under Triton's interpreter elsewhere (`tests/conftest.py`)."""
 
 import importlib.util
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,6 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helper modules of this folder
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before its module is imported
 
 if importlib.util.find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
