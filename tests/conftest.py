@@ -14,7 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need the Hub; those about it set their own endpoint
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = (
-        "1"  # kernels are interpreted; read when triton is imported, by whatever test first
+        "1"  # read when triton is imported, by whatever test does first
     )
 
 
