@@ -11,8 +11,11 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.engine.config import EngineConfig
+from octavo.engine.device_runner import DeviceRunner
 from octavo.engine.engine import Engine
 from octavo.engine.messages import EngineOutput, EngineRequest
+from octavo.engine.packing import PromptShape
+from octavo.engine.prompt_graphs import PromptGraphs
 
 PROMPTS = ["Hello there", "The quick brown fox jumps over the lazy dog. " * 4, "a", "1 2 3 4 5 6 7 8 9"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -71,6 +74,51 @@ def test_tokens_do_not_depend_on_launching_ahead(tiny_llama: Path, plain: LLM, k
         if "kv_cache_memory_bytes" in kwargs:
             assert llm.engine.stats().preemptions > 0
         assert tokens(llm, GREEDY) == expected  # out of the prefix cache now
+
+
+class Calls(PromptGraphs):
+    """In place of graphs, which a CPU has not: what they would replay is called, on the same views."""
+
+    def __init__(self, runner: DeviceRunner) -> None:
+        super().__init__(runner._model, runner._state, None)
+        self._shapes = runner.prompt_shapes()
+        self.used: set[PromptShape] = set()
+
+    def run_body(self, shape: PromptShape) -> torch.Tensor:
+        self.used.add(shape)
+        return self._body(shape)
+
+
+class NoDecodes:
+    def padded_size(self, num_seqs: int) -> None:
+        return None
+
+
+@pytest.mark.parametrize("max_num_seqs", [4, 20])
+@pytest.mark.parametrize("extra", [{}, {"logprobs": 2, "prompt_logprobs": 1}, {"repetition_penalty": 1.3}], ids=str)
+def test_padded_prompts_give_the_tokens_of_the_steps_themselves(tiny_llama: Path, max_num_seqs: int, extra) -> None:
+    def answers(is_padded: bool) -> tuple[dict[str, list[int]], list[float], set[PromptShape]]:
+        settings = {"async_scheduling": True, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 64}
+        engine = Engine(EngineConfig(model=str(tiny_llama), dtype="float32", **settings))
+        runner = engine._runner
+        assert isinstance(runner, DeviceRunner)
+        calls = Calls(runner)
+        if is_padded:
+            runner._graphs, runner._prompt_graphs = NoDecodes(), calls
+        for i in range(22):
+            params = SamplingParams(temperature=0.0, max_tokens=2 + i % 5, ignore_eos=True, **extra)
+            prompt = [3 + (i * 7 + j) % 90 for j in range(2 if i < 18 else 9 * i % 50)]
+            engine.add(EngineRequest(f"{i:02}", prompt, params))
+        outputs = finish(engine)
+        entries = [part for name in sorted(outputs) for o in outputs[name] for part in (o.prompt_logprobs, o.logprobs)]
+        values = [value.logprob for part in entries for entry in part or [] for value in (entry or {}).values()]
+        return {name: joined(parts) for name, parts in outputs.items()}, values, calls.used
+
+    tokens, logprobs, used = answers(is_padded=True)
+    expected, expected_logprobs, unused = answers(is_padded=False)
+    assert tokens == expected and logprobs == pytest.approx(expected_logprobs, abs=1e-4)
+    assert bool(logprobs) == ("logprobs" in extra)
+    assert len(used) > 1 and max_num_seqs in {shape.max_requests for shape in used} and not unused
 
 
 def test_more_requests_than_rows_of_unequal_length(tiny_llama: Path, plain: LLM) -> None:
