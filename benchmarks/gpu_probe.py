@@ -104,7 +104,9 @@ class Reference:
                     part.bias.data.copy_(self.source.bias(full, part.bias.shape[0]))
             elif isinstance(part, (nn.Embedding, nn.Linear)):
                 table = "model.embed_tokens" if self.is_tied else full
-                part.weight.data.copy_(dense(self.source.embedding(table, tuple(part.weight.shape))))
+                part.weight.data.copy_(
+                    dense(self.source.embedding(table, (part.weight.shape[0], part.weight.shape[1])))
+                )
             else:
                 for parameter, value in part.named_parameters(recurse=False):
                     value.data.copy_(self.source.tensor(f"{full}.{parameter}", tuple(value.shape)))
