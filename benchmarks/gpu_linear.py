@@ -327,16 +327,30 @@ def time_stack(model: str, kind: str, rows: int, context: int = 64) -> dict[str,
     without = graph_seconds(run, 5)
     runtime.dependent_launch = True
     best = min(taken, key=lambda early: taken[early])
+    set_early(kind, rows, best)
+    other = other_norm_seconds(kind, run) if 1 < rows <= decoder.FUSED_ROWS else float("nan")
     print(
         f"stack {model} {kind} M={rows}: {taken[best] * 1e6 / m.layers:.1f} us a layer, {taken[best] * 1e3:.3f} ms, "
         f"{100 * num_bytes / BANDWIDTH / taken[best]:.0f}% of the bandwidth; by bytes of weights that start early "
         f"and are prefetched {' '.join(f'{a:.0e}/{b:.0e}={s * 1e6 / m.layers:.1f}' for (a, b), s in taken.items())}, "
-        f"without dependent launch {without * 1e6 / m.layers:.1f}",
+        f"without dependent launch {without * 1e6 / m.layers:.1f}, norm "
+        f"{'in the product' if kind == 'int4' else 'of its own'} {other * 1e6 / m.layers:.1f}",
         flush=True,
     )
     if model != "8B":
         return None
     return {"kind": kind, "m": runtime.bucket(rows), "dependent_bytes": best[0], "prefetch_bytes": best[1]}
+
+
+def other_norm_seconds(kind: str, run: Callable[[], None]) -> float:
+    """With products that apply the norm where they do not, and the other way round; see `linear.NORMED_ROWS`."""
+    from octavo.ops.triton import linear
+
+    usual = linear.NORMED_ROWS[kind]
+    linear.NORMED_ROWS[kind] = decoder.FUSED_ROWS if usual == 1 else 1
+    seconds = graph_seconds(run, 5)
+    linear.NORMED_ROWS[kind] = usual
+    return seconds
 
 
 def write(table: Path, entries: list[dict[str, Any]]) -> None:

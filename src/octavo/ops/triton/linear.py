@@ -30,6 +30,10 @@ from octavo.ops.triton.gemv import LINE, activate, gemv_codes_kernel, gemv_kerne
 from octavo.ops.triton.linear_w4 import UNIT, WORDS, expand_codes
 from octavo.ops.triton.runtime import Tile
 
+# Up to here the product applies the norm. With it every program passes x through registers, which beside codes leaves
+# the matrix units idle for longer than a launch takes; weights of 8 and 16 bits wait for the memory anyway.
+NORMED_ROWS = {"bf16": 16, "int8": 16, "int4": 1}
+
 
 @triton.jit
 def _norm_tile(norm, k, K: tl.constexpr):
@@ -269,6 +273,8 @@ def few_rows(
     n = weight.shape[0] if gate is None else weight.shape[0] // 2
     if tile is None:
         tile = runtime.tile(weight.kind, weight.shape[0], k, rows)
+    if norm is not None and tile.split and rows > NORMED_ROWS[weight.kind] and k <= elementwise.MAX_WIDTH:
+        x, norm = elementwise.rms_norm(x, norm, eps), None
     if tile.split == 0:
         return _in_steps(x, weight, bias, out_dtype, norm, eps, gate, residual)
     block_k, split, lines, span = _plan(tile, weight.kind, k, weight.unit, weight.groups)
