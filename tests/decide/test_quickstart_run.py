@@ -113,6 +113,7 @@ def test_the_loop_on_the_demo_model(demo_path, tmp_path, servers):
     config = QuickstartConfig(str(demo_path), str(tmp_path), num_calibration_samples=8, perplexity_windows=6)
     result = quickstart(config)
     check(result, tmp_path, streams=config.streams)
+    assert max(entry["peak_running"] for entry in result["prefix"]) > 1
     assert 0.5 < result["size"]["saved_percent"] / 100 < 0.65
     assert 5 < result["perplexity"]["before"]["perplexity"] < result["perplexity"]["after"]["perplexity"] < 40
     assert "GGUF" in result["size"]["note"]
