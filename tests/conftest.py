@@ -13,9 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for helpers that several packa
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need the Hub; those about it set their own endpoint
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = (
-        "1"  # read when triton is imported, by whatever test does first
-    )
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, by whatever test does first
 
 
 @pytest.fixture(scope="session")
