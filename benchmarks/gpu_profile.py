@@ -49,7 +49,7 @@ def requests(workload: str, repeat: int, vocab: int) -> tuple[list[Any], list[Sa
 
 
 def kernels(result: profile) -> list[tuple[str, float, float]]:
-    """(name, start, end) in microseconds of what ran on the device, by start; the parsed events take ten times as long."""
+    """(name, start, end) in us of what ran on the device, by start; parsing the events takes ten times as long."""
     assert result.profiler is not None and result.profiler.kineto_results is not None
     events = [e for e in result.profiler.kineto_results.events() if e.device_type() == torch.autograd.DeviceType.CUDA]
     spans = [(e.name(), e.start_ns() / 1e3, (e.start_ns() + e.duration_ns()) / 1e3) for e in events]
