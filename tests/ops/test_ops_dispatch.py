@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,3 +116,13 @@ def test_one_openmp_runtime_is_mapped() -> None:
     """Two copies would mean two pools of threads on the same cores."""
     script = "from octavo import ops\nprint(len({l.split()[-1] for l in open('/proc/self/maps') if 'libgomp' in l}))"
     assert run(script)[0] == "1"
+
+
+def test_opening_the_library_runs_none_of_its_code() -> None:
+    """Its files are compiled for AVX-512: a constructor in one of them kills a process on a CPU that has none."""
+    files = list(Path(library.__file__).parent.glob("_kernels*.so"))
+    if not files or shutil.which("nm") is None:
+        pytest.skip("the kernels were not built, or binutils' nm is not there")
+    symbols = subprocess.run(["nm", str(files[0])], capture_output=True, text=True, check=True).stdout
+    assert "octavo_cpu_level" in symbols
+    assert "_GLOBAL__sub_I" not in symbols

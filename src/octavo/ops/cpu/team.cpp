@@ -62,7 +62,11 @@ struct Pool {
 };
 
 // Never destroyed: its threads run until the process ends. A forked child gets a new one, since threads are not copied.
-static Pool* pool = new Pool;
+// Made on first use: this file is compiled for AVX-512, so nothing of it may run while the library is opened.
+static Pool*& pool() {
+    static Pool* own = new Pool;
+    return own;
+}
 
 static long futex(std::atomic<int32_t>& word, int operation, int32_t value) {
     return syscall(SYS_futex, (int32_t*)&word, operation, value, nullptr, nullptr, 0);
@@ -85,9 +89,9 @@ static void work(Pool* p, int thread, int32_t seen) {
 }
 
 void run_team(int threads, TeamFunction function, void* context) {
-    static const int registered = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+    static const int registered = pthread_atfork(nullptr, nullptr, [] { pool() = new Pool; });
     (void)registered;
-    Pool* p = pool;
+    Pool* p = pool();
     std::unique_lock<std::mutex> lock(p->in_use, std::defer_lock);
     if (threads <= 1 || !lock.try_lock()) {
         TeamState none;
