@@ -95,8 +95,7 @@ def few_rows(tile: Tile, k: int, kind: str, with_extras: bool) -> tuple[str, int
 
 
 def build_one(tile: Tile, k: int, kind: str, with_extras: bool) -> tuple[str, int]:
-    word = "*i32" if kind == "w8a8" else "*i64"
-    signature = {"codes": word, "scale": "*fp32", "w": word, "w_scale": "*fp32", "out": "*bf16"}
+    signature = {"codes": "*i32", "scale": "*fp32", "w": "*i32", "w_scale": "*fp32", "out": "*bf16"}
     constants: dict[str, Any] = {}
     for name in ("bias", "residual"):
         if with_extras:

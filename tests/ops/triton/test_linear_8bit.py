@@ -31,11 +31,6 @@ def tolerance(kind: str, device: torch.device) -> float:
     return 1e-6 if kind == "int8" else 2e-3 if device.type == "cuda" else 1e-5
 
 
-def one_row_tolerance(kind: str, device: torch.device) -> float:
-    """A GPU adds four float8 products in half precision; all else is exact but for sums in float32."""
-    return 1e-3 if kind == "fp8" and device.type == "cuda" else 1e-6
-
-
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm())
 
@@ -59,7 +54,7 @@ def test_products(m: int, n: int, k: int, tile: Tile, kind: str, device: torch.d
 def test_one_row(n: int, k: int, tile: Tile, kind: str, device: torch.device) -> None:
     codes, scale, weight, weight_scale, exact = operands(1, n, k, kind, device)
     y = linear_8bit(codes, scale, weight, weight_scale, None, torch.float32, tile=tile)
-    assert relative_error(y, exact) < one_row_tolerance(kind, device)
+    assert relative_error(y, exact) < 1e-6
     generator = torch.Generator().manual_seed(3)
     bias, residual = (torch.randn(size, generator=generator).bfloat16().to(device) for size in [(n,), (1, n)])
     expected = exact + bias.double() + residual.double()
@@ -78,7 +73,7 @@ def test_one_row_of_every_code(kind: str, device: torch.device) -> None:
     exact = codes.double() @ weight.double().T
     ones = torch.ones(256, device=device)
     y = linear_8bit(codes.to(device), ones[:1, None], weight.to(device), ones, None, torch.float32, tile=ONE[0])
-    assert float((y.cpu().double() - exact).abs().max() / exact.abs().max()) < one_row_tolerance(kind, device)
+    assert float((y.cpu().double() - exact).abs().max() / exact.abs().max()) < 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
