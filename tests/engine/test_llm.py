@@ -280,3 +280,22 @@ def test_dummy_weights_need_only_a_config(tiny_llama: Path, tmp_path: Path) -> N
     (tmp_path / "config.json").write_text((tiny_llama / "config.json").read_text())
     with LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True) as llm:
         assert len(llm.generate([[5, 6]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 24
+
+
+def test_prompts_beyond_the_first_steps_are_added_while_it_runs(tiny_llama: Path, monkeypatch) -> None:
+    with LLM(str(tiny_llama), dtype="float32", max_num_batched_tokens=16, max_num_seqs=4) as llm:
+        engine, added, at_step = llm.engine, [], []
+        add, step = engine.add, engine.step
+        monkeypatch.setattr(engine, "add", lambda item: (added.append(item.request_id), add(item)))
+        monkeypatch.setattr(engine, "step", lambda: (at_step.append(len(added)), step())[1])
+        prompts = [[5 + i] * 8 for i in range(9)]
+        alone = [tokens(llm.generate([prompt], GREEDY, use_tqdm=False))[0] for prompt in prompts]
+        added.clear(), at_step.clear()
+        assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == alone
+        assert at_step[:2] == [4, 9]  # two steps' worth of 16 tokens, then all
+
+        wrong = [*prompts, [engine.info.vocab_size]]
+        with pytest.raises(UserError, match=rf"token id {engine.info.vocab_size}"):
+            llm.generate(wrong, GREEDY, use_tqdm=False)
+        assert not engine.has_work
+        assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == alone

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
 from octavo.core.sampling_params import SamplingParams
-from octavo.engine.answers import Answer, check_prompt, tokenize_bad_words
+from octavo.engine.answers import Answer, Part, check_prompt, tokenize_bad_words
 from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.messages import EngineRequest
@@ -18,6 +19,9 @@ from octavo.errors import EngineDeadError, UserError
 from octavo.progress import Progress
 
 Prompt = str | list[int] | dict[str, Any]
+# Steps' worth of prompts that wait before the first step is launched: enough to fill it although the prefix cache holds
+# a part of them. The rest is added while the device works.
+STEPS_QUEUED = 2
 
 
 class LLM:
@@ -43,7 +47,7 @@ class LLM:
         """Answer one prompt or several; the results come in the prompts' order.
 
         A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. `sampling_params` is one
-        for all or one a prompt. All prompts are checked before the first is run: a wrong one is a UserError.
+        for all or one a prompt. A wrong prompt is a UserError before any is answered.
         """
         listed = _list_prompts(prompts)
         params = _list_params(sampling_params, len(listed))
@@ -127,13 +131,14 @@ class LLM:
     def _run(self, answers: list[Answer], use_tqdm: bool) -> list[RequestOutput]:
         engine = self.engine
         waiting = {part.request_id: (answer, part) for answer in answers for part in answer.parts}
+        new = deque(waiting.values())
         try:
-            for name, (answer, part) in waiting.items():
-                bad_words = tokenize_bad_words(self._tokenizer, part.params)
-                engine.add(EngineRequest(name, answer.prompt_token_ids, part.params, bad_words=bad_words))
+            self._add(new, STEPS_QUEUED * engine.info.max_num_batched_tokens)
             with Progress(len(waiting), "generating", enabled=use_tqdm) as progress:
                 while waiting:
-                    for output in engine.step():
+                    outputs = engine.step()
+                    self._add(new)
+                    for output in outputs:
                         answer, part = waiting[output.request_id]
                         if output.error is not None:
                             raise EngineDeadError(f"request {output.request_id} failed: {output.error}")
@@ -147,6 +152,14 @@ class LLM:
                 engine.abort(name)
             engine.drain()  # a step that was launched ahead has nobody to bring its tokens to
         return [answer.result() for answer in answers]
+
+    def _add(self, new: deque[tuple[Answer, Part]], num_tokens: float = float("inf")) -> None:
+        """Give the engine requests from the front of `new`, until their prompts have `num_tokens` tokens."""
+        while new and num_tokens > 0:
+            answer, part = new.popleft()
+            bad_words = tokenize_bad_words(self._tokenizer, part.params)
+            self.engine.add(EngineRequest(part.request_id, answer.prompt_token_ids, part.params, bad_words=bad_words))
+            num_tokens -= len(answer.prompt_token_ids)
 
 
 def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
