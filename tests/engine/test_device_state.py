@@ -18,7 +18,7 @@ from octavo.engine.device_state import DeviceState
 from octavo.engine.graphs import graph_sizes
 from octavo.engine.inputs import BlockTables, build_inputs
 from octavo.engine.packing import PromptShape
-from octavo.engine.prompt_graphs import MAX_DECODE_CONTEXT, fitting_shape, prompt_shapes
+from octavo.engine.prompt_graphs import MAX_DECODE_CONTEXT, MAX_PROMPT_PAIRS, fitting_shape, prompt_shapes
 from octavo.engine.sampler import SamplingRow
 from octavo.ops import keep_tokens, sampling_inputs
 
@@ -152,20 +152,30 @@ def test_padding_for_warming_up_computes_nothing() -> None:
 
 
 def test_steps_that_no_graph_of_prompts_serves_well_have_no_shape() -> None:
-    shapes = prompt_shapes(64, 8192)
-    assert {shape.num_tokens for shape in shapes} == {16, 32, 64, 128, 256, 512}
+    shapes = prompt_shapes(256, 8192)
+    assert shapes == sorted(shapes, key=lambda shape: (shape.num_tokens, shape.max_requests))
+    assert [shape.max_requests for shape in shapes if shape.num_tokens == 512] == [16, 128, 256]
+    assert [shape.max_requests for shape in shapes if shape.num_tokens == 576] == [128, 256]
+    assert [shape.max_requests for shape in shapes if shape.num_tokens == 64] == [16, 128]
+    assert shapes[0] == PromptShape(16, 16) and shapes[-1] == PromptShape(256, 2304)
     assert prompt_shapes(4, 8) == []
+    assert prompt_shapes(4, 600)[-2:] == [PromptShape(4, 512), PromptShape(4, 576)]
 
-    def shape_of(num_requests: int, num_tokens: int, start: int = 0) -> PromptShape | None:
+    def shape_of(num_requests: int, num_tokens: int, start: int = 0, past: int = 0) -> PromptShape | None:
+        """Of a step of decodes, the first at `start`, and of one prompt with `past` tokens before it."""
+        rest = num_tokens - num_requests + 1
+        places = [(start, 1)] + [(0, 1)] * (num_requests - 2) + [(past, rest)]
         request = Request("r", [1], SamplingParams())
-        starts = [start] + [0] * (num_requests - 1)
-        items = [ScheduledRequest(request, first, 1, [1], [[]], sample=False) for first in starts]
-        return fitting_shape(shapes, Step(0, items, num_tokens, num_decodes=1))
+        items = [ScheduledRequest(request, first, count, [1], [[]], sample=False) for first, count in places]
+        return fitting_shape(shapes, Step(0, items, num_tokens, num_decodes=num_requests - 1))
 
     assert shape_of(2, 12) == PromptShape(16, 16) and shape_of(2, 17) == PromptShape(16, 32)
-    assert shape_of(17, 20) == PromptShape(64, 32) and shape_of(64, 512) == PromptShape(64, 512)
-    assert shape_of(2, 513) is None and shape_of(65, 200) is None
+    assert shape_of(17, 20) == PromptShape(128, 32) and shape_of(129, 512) == PromptShape(256, 512)
+    assert shape_of(2, 513) == PromptShape(128, 576) and shape_of(129, 2304 - 1500) == PromptShape(256, 1024)
+    assert shape_of(2, 2305) is None and shape_of(257, 400) is None
     assert shape_of(2, 12, MAX_DECODE_CONTEXT - 1) is not None and shape_of(2, 12, MAX_DECODE_CONTEXT) is None
+    most = MAX_PROMPT_PAIRS // 500 - 500
+    assert shape_of(2, 501, past=most) is not None and shape_of(2, 501, past=most + 1) is None
 
 
 def test_writing_padding_leaves_requests_alone() -> None:

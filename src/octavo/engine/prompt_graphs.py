@@ -1,8 +1,13 @@
-"""CUDA graphs of small steps that hold prompts, whose launch costs the host more than the device needs to compute them.
+"""CUDA graphs of steps that hold prompts, where launching them costs the host more than computing them the device.
 
 A step runs in the smallest shape that holds it, and its requests, decodes among them, all take the attention kernel of
 prompts: its grid follows from numbers of tokens and of requests alone. A graph ends with the hidden states, padded rows
 of which hold anything; the few rows that sample are gathered and sampled by single calls.
+
+Up to which size that pays depends on the model: 32 layers are some 300 launches, 15 to 18 ms, which an 8B model needs
+for 600 tokens and a model of a tenth for 5,000. So shapes reach beyond what a server lets a step take
+(`core/prefill_cap.py`), and those that the device takes long for are dropped once they are captured: there the launches
+are hidden, and padding would cost more.
 """
 
 from __future__ import annotations
@@ -23,28 +28,37 @@ from octavo.models.base import CausalLM
 
 logger = logging.getLogger(__name__)
 
-NUM_TOKENS = (16, 32, 64, 128, 256, 512)
-FEW_REQUESTS = 16
+NUM_TOKENS = (16, 32, 64, 128, 256, 512, 576, 640, 768, 1024, 1536, 2304)
+NUM_REQUESTS = (16, 128)  # and the most: each request that is not there costs a program a key head that returns at once
+MOST_OF_FEW = 512  # tokens up to which so few requests as the first of those have shapes of their own
 MAX_DECODE_CONTEXT = 8192  # a prompt's kernel walks the context of a decode in one program: 0.1 ms a layer for so many
+MAX_PROMPT_PAIRS = 1 << 21  # of a prompt's new tokens and its context: from there on attention has faster single calls
+LAUNCH_FACTOR = 1.5  # a launch in earnest over one that is captured, roughly
 
 
 def prompt_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[PromptShape]:
-    """Shapes that get a graph, in the order in which a step looks for its own."""
-    requests = sorted({min(FEW_REQUESTS, max_num_seqs), max_num_seqs})
-    shapes = [PromptShape(most, tokens) for tokens in NUM_TOKENS for most in requests]
-    return [
-        shape
-        for shape in shapes
-        if shape.num_tokens <= max_num_batched_tokens
-        and (shape.max_requests <= FEW_REQUESTS or shape.num_tokens > FEW_REQUESTS)
-    ]
+    """Shapes that may get a graph, in the order in which a step looks for its own."""
+    few, *_ = counts = sorted({min(count, max_num_seqs) for count in (*NUM_REQUESTS, max_num_seqs)})
+    shapes = []
+    for tokens in NUM_TOKENS:
+        if tokens > max_num_batched_tokens:
+            break
+        smaller = [0, *counts[:-1]]  # a step of so many tokens has fewer requests than tokens
+        wanted = [most for most, below in zip(counts, smaller, strict=True) if below < tokens]
+        if tokens > MOST_OF_FEW and len(wanted) > 1:
+            wanted.remove(few)
+        shapes += [PromptShape(most, tokens) for most in wanted]
+    return shapes
 
 
 def fitting_shape(shapes: Sequence[PromptShape], step: Step) -> PromptShape | None:
     """The first of these that holds the step, or None where it had better be launched by single calls."""
     if not shapes or step.num_tokens > shapes[-1].num_tokens:
         return None
-    if any(item.start >= MAX_DECODE_CONTEXT for item in step.requests[: step.num_decodes]):
+    decodes, prompts = step.requests[: step.num_decodes], step.requests[step.num_decodes :]
+    if any(item.start >= MAX_DECODE_CONTEXT for item in decodes):
+        return None
+    if any(item.num_tokens * (item.start + item.num_tokens) > MAX_PROMPT_PAIRS for item in prompts):
         return None
     count = len(step.requests)
     return next((s for s in shapes if step.num_tokens <= s.num_tokens and count <= s.max_requests), None)
@@ -63,24 +77,29 @@ class PromptGraphs:
         self.failure: str | None = None
 
     def capture(self, shapes: Sequence[PromptShape]) -> None:
-        """Capture these shapes besides those that were before, the largest first."""
+        """Capture these shapes besides those that were before, the largest first; those that do not pay are dropped."""
         begin = time.perf_counter()
         for shape in sorted(shapes, key=_size, reverse=True):
             try:
                 with waiting_is_an_error():
                     self.warm_up([shape])
                 with self._recorder.recording() as graph:
+                    start = time.perf_counter()
                     hidden = self._body(shape)
-                self._graphs[shape] = graph, hidden
+                    launch_seconds = LAUNCH_FACTOR * (time.perf_counter() - start)
+                if self._recorder.device_seconds(graph) < launch_seconds:
+                    self._graphs[shape] = graph, hidden
             except Exception as error:  # as for decodes
                 self._graphs.clear()
                 self.failure = f"{type(error).__name__}: {error}"
-                logger.warning("small prompts run without CUDA graphs, since they cannot be captured: %s", error)
+                logger.warning("prompts run without CUDA graphs, since they cannot be captured: %s", error)
                 break
         self._shapes = sorted(self._graphs, key=_size)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what warming up took
-        logger.info("captured %s graphs of small prompts in %.1f s", len(self._graphs), time.perf_counter() - begin)
+        most = self._shapes[-1].num_tokens if self._shapes else 0
+        seconds = time.perf_counter() - begin
+        logger.info("captured %s graphs of up to %s tokens with prompts in %.1f s", len(self._graphs), most, seconds)
 
     def warm_up(self, shapes: Sequence[PromptShape]) -> None:
         """Launch what the graphs of these shapes would hold, on padding, without capturing it."""
