@@ -283,11 +283,8 @@ def time_shape(kind: str, shape: Shape, rows: list[int], todo: dict[int, list[Ti
     return entries
 
 
-def time_stack(model: str, kind: str, rows: int, context: int = 64) -> dict[str, Any] | None:
-    """A whole stack of layers at a short context, as one graph, with and without dependent launches.
-
-    For the large model, the line of the table that tells up to which weight products start early and are prefetched.
-    """
+def make_stack(model: str, kind: str, rows: int, context: int = 64) -> tuple[Callable[[], tuple[Tensor, Tensor]], int]:
+    """A call of a whole stack of layers at a short context, and the bytes of its weights."""
     m = MODELS[model]
     q, kv = m.heads * HEAD_DIM, m.kv_heads
     ones = torch.ones(m.hidden, device=CUDA, dtype=torch.bfloat16)
@@ -316,9 +313,21 @@ def time_stack(model: str, kind: str, rows: int, context: int = 64) -> dict[str,
     fused = decoder.fuse(layers)
     num_bytes = sum(part.num_bytes for layer in layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down))
 
-    def run() -> None:
-        assert fused(x * 1, positions, cos_sin, caches, [meta] * m.layers) is not None
+    def run() -> tuple[Tensor, Tensor]:
+        found = fused(x * 1, positions, cos_sin, caches, [meta] * m.layers)
+        assert found is not None
+        return found
 
+    return run, num_bytes
+
+
+def time_stack(model: str, kind: str, rows: int) -> dict[str, Any] | None:
+    """A stack as one graph, with and without dependent launches.
+
+    For the large model, the line of the table that tells up to which weight products start early and are prefetched.
+    """
+    layers = MODELS[model].layers
+    run, num_bytes = make_stack(model, kind, rows)
     taken = {}
     for early in early_of(model):
         set_early(kind, rows, early)
@@ -330,11 +339,11 @@ def time_stack(model: str, kind: str, rows: int, context: int = 64) -> dict[str,
     set_early(kind, rows, best)
     other = other_norm_seconds(kind, run) if 1 < rows <= decoder.FUSED_ROWS else float("nan")
     print(
-        f"stack {model} {kind} M={rows}: {taken[best] * 1e6 / m.layers:.1f} us a layer, {taken[best] * 1e3:.3f} ms, "
+        f"stack {model} {kind} M={rows}: {taken[best] * 1e6 / layers:.1f} us a layer, {taken[best] * 1e3:.3f} ms, "
         f"{100 * num_bytes / BANDWIDTH / taken[best]:.0f}% of the bandwidth; by bytes of weights that start early "
-        f"and are prefetched {' '.join(f'{a:.0e}/{b:.0e}={s * 1e6 / m.layers:.1f}' for (a, b), s in taken.items())}, "
-        f"without dependent launch {without * 1e6 / m.layers:.1f}, norm "
-        f"{'in the product' if kind == 'int4' else 'of its own'} {other * 1e6 / m.layers:.1f}",
+        f"and are prefetched {' '.join(f'{a:.0e}/{b:.0e}={s * 1e6 / layers:.1f}' for (a, b), s in taken.items())}, "
+        f"without dependent launch {without * 1e6 / layers:.1f}, norm "
+        f"{'in the product' if kind == 'int4' else 'of its own'} {other * 1e6 / layers:.1f}",
         flush=True,
     )
     if model != "8B":
@@ -342,7 +351,7 @@ def time_stack(model: str, kind: str, rows: int, context: int = 64) -> dict[str,
     return {"kind": kind, "m": runtime.bucket(rows), "dependent_bytes": best[0], "prefetch_bytes": best[1]}
 
 
-def other_norm_seconds(kind: str, run: Callable[[], None]) -> float:
+def other_norm_seconds(kind: str, run: Callable[[], object]) -> float:
     """With products that apply the norm where they do not, and the other way round; see `linear.NORMED_ROWS`."""
     from octavo.ops.triton import linear
 

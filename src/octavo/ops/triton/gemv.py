@@ -61,18 +61,27 @@ def _chunks(x, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _input_row(x, norm, k, K: tl.constexpr, IS_DENSE: tl.constexpr):
-    """x at columns k, times the weight of the norm; and its squares. [1, columns]
+def _row_tile(x, k, K: tl.constexpr, IS_DENSE: tl.constexpr):
+    """A vector at columns k, zero beyond; columns where there is no vector.
 
-    Threads hold x as they hold the weight. Of bf16 weights that is what a load of [1, columns] makes; beside codes it
+    Threads hold it as they hold the weight. Of bf16 weights that is what a load of [1, columns] makes; beside codes it
     is not, and a vector is moved to the threads that need it, where a matrix would draw the codes after it.
     """
     if IS_DENSE:
         k = k[None, :]
-    value = tl.load(x + k, mask=k < K, other=0).to(tl.float32)
+    value = k
+    if x is not None:
+        value = tl.load(x + k, mask=k < K, other=0)
+    return value
+
+
+@triton.jit
+def _normed(x, gain, norm, IS_DENSE: tl.constexpr):
+    """x times the weight of the norm, if any; and the squares of x. [1, columns]"""
+    value = x.to(tl.float32)
     square = value * value
     if norm is not None:
-        value *= tl.load(norm + k, mask=k < K, other=0).to(tl.float32)
+        value *= gain.to(tl.float32)
     if not IS_DENSE:
         value, square = value[None, :], square[None, :]
     return value, square
@@ -111,10 +120,15 @@ def gemv_kernel(
     K: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, GATE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One row x [K] to out [N]. BLOCK_K counts what a row of w stores: bf16 values, or 8-bit codes."""
+    """One row x [K] to out [N]. BLOCK_K counts what a row of w stores: bf16 values, or 8-bit codes.
+
+    x, the norm's weight and the residual are asked for as early as they may be: at small sizes the time is what passes
+    from the end of the kernel ahead, and every load that waits for another adds to it.
+    """
     ROW: tl.constexpr = K
     BYTES: tl.constexpr = 2 if KIND == "bf16" else 1
     CHUNK: tl.constexpr = 8 if KIND == "bf16" else 16
+    IS_DENSE: tl.constexpr = KIND == "bf16"
     TILES: tl.constexpr = (ROW + BLOCK_K - 1) // BLOCK_K
     EVEN: tl.constexpr = ROW % BLOCK_K == 0
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -122,6 +136,7 @@ def gemv_kernel(
     byte = tl.arange(0, BLOCK_K)
     w_gate = weight_tile(w, row, byte, ROW, EVEN)
     w_up = weight_tile(w, row + N, byte, ROW, EVEN) if GATE is not None else w_gate
+    gain = _row_tile(norm, byte, K, IS_DENSE)
     if PDL:
         if LINES > 0:
             FIRST: tl.constexpr = BLOCK_K * BYTES
@@ -130,29 +145,33 @@ def gemv_kernel(
                 prefetch(w, row + N, FIRST, ROW * BYTES, ROW * BYTES - FIRST, LINES)
         gdc_wait()
         gdc_launch_dependents()
+    value = _row_tile(x, byte, K, IS_DENSE)
+    before = tl.load(residual + row) if residual is not None else row
     gate = tl.zeros([BLOCK_N, BLOCK_K // CHUNK], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_K // CHUNK], tl.float32)
     squares = tl.zeros([1, BLOCK_K // CHUNK], tl.float32)
     for tile in range(TILES):
         first = tile * BLOCK_K
-        byte = first + tl.arange(0, BLOCK_K)
-        next_gate, next_up = w_gate, w_up
+        byte = first + BLOCK_K + tl.arange(0, BLOCK_K)
+        next_gate, next_up, next_value, next_gain = w_gate, w_up, value, gain
         if TILES > 1:
-            next_gate = weight_tile(w, row, byte + BLOCK_K, ROW, False)
-            next_up = weight_tile(w, row + N, byte + BLOCK_K, ROW, False) if GATE is not None else next_gate
-        value, square = _input_row(x, norm, byte, K, KIND == "bf16")
+            next_value = _row_tile(x, byte, K, IS_DENSE)
+            next_gain = _row_tile(norm, byte, K, IS_DENSE)
+            next_gate = weight_tile(w, row, byte, ROW, False)
+            next_up = weight_tile(w, row + N, byte, ROW, False) if GATE is not None else next_gate
+        factor, square = _normed(value, gain, norm, IS_DENSE)
         if norm is not None:
             squares += _chunks(square, CHUNK)
-        gate += _gemv_tile(w_gate, value, scale, offset, row, first, ROW, GROUPS, CHUNK)
+        gate += _gemv_tile(w_gate, factor, scale, offset, row, first, ROW, GROUPS, CHUNK)
         if GATE is not None:
-            up += _gemv_tile(w_up, value, scale, offset, row + N, first, ROW, GROUPS, CHUNK)
-        w_gate, w_up = next_gate, next_up
+            up += _gemv_tile(w_up, factor, scale, offset, row + N, first, ROW, GROUPS, CHUNK)
+        w_gate, w_up, value, gain = next_gate, next_up, next_value, next_gain
     inverse = tl.rsqrt(tl.sum(squares) / K + eps) if norm is not None else 1.0
     y = _gemv_end(gate, scale, offset, bias, row, inverse, GROUPS, KIND)
     if GATE is not None:
         y = activate(y, _gemv_end(up, scale, offset, bias, row + N, inverse, GROUPS, KIND), GATE)
     if residual is not None:
-        y += tl.load(residual + row).to(tl.float32)
+        y += before.to(tl.float32)
     tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
 
 
