@@ -7,7 +7,15 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from load_simulation import OUTPUT_TOKENS, PROMPT_TOKENS, arrivals, llama_8b_seconds, percentile, simulate
+from load_simulation import (
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    arrivals,
+    llama_8b_measured,
+    llama_8b_seconds,
+    percentile,
+    simulate,
+)
 from scheduler_helpers import request, run, scheduler, shape
 
 from octavo.core.prefill_cap import BacklogCap, FixedCap, TargetGapCap, prefill_cap_of
@@ -141,7 +149,17 @@ def slow_seconds(step: Step) -> float:
     return 5.5e-3 + 26e-6 * (step.num_tokens - step.num_decodes) + 8e-6 * step.num_decodes
 
 
-@pytest.mark.parametrize("seconds", [llama_8b_seconds, slow_seconds])
+def test_past_what_a_device_sustains_more_running_requests_do_more() -> None:
+    times = arrivals(64, 15, seed=1)
+    rates = {}
+    for most in (256, 512):
+        load = simulate(times, llama_8b_measured, prefill_cap_range=GPU_RANGE, max_num_seqs=most)
+        rates[most] = load.num_tokens / (load.end - times[0])
+    assert rates[512] > 1.03 * rates[256]
+    assert rates[512] > 7000
+
+
+@pytest.mark.parametrize("seconds", [llama_8b_seconds, llama_8b_measured, slow_seconds])
 def test_after_an_overload_a_request_is_answered_at_once(seconds) -> None:
     times = arrivals(64, 15)
     load = simulate([*times, 20.0], seconds, prefill_cap_range=GPU_RANGE)

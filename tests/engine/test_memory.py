@@ -18,6 +18,8 @@ def test_a_gpu_takes_more_at_once_and_two_steps_ahead() -> None:
     limits = step_limits(EngineConfig(), CUDA)
     assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_steps_in_flight) == (256, 16384, 2)
     assert limits.uses_device_state
+    assert step_limits(EngineConfig(), CUDA, is_serving=True).max_num_seqs == 512
+    assert step_limits(EngineConfig(max_num_batched_tokens=300), CUDA, is_serving=True).max_num_seqs == 300
     one_at_a_time = step_limits(EngineConfig(async_scheduling=False), CUDA)
     assert one_at_a_time.max_steps_in_flight == 1 and one_at_a_time.uses_device_state
     cpu = step_limits(EngineConfig(), torch.device("cpu"))

@@ -38,7 +38,9 @@ class EngineConfig:
     gpu_memory_utilization: float = setting(
         0.9, "share of the device's memory that weights and KV cache may use together"
     )
-    max_num_seqs: int | None = setting(None, "requests that run at the same time (default: 256 on a GPU, 64 on a CPU)")
+    max_num_seqs: int | None = setting(
+        None, "requests that run at the same time (default: 256 on a GPU, 512 in a server on one, 64 on a CPU)"
+    )
     max_num_batched_tokens: int | None = setting(
         None, "tokens computed in one step (default: 16384 on a GPU, 2048 on a CPU)"
     )

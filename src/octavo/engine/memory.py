@@ -16,6 +16,7 @@ CPU_MAX_NUM_BATCHED_TOKENS = 2048
 CPU_SERVING_PREFILL = 64  # with 128 a gap of 58 ms was the 99th percentile (2 cores, 135M parameters)
 GPU_MAX_NUM_BLOCKS = 2**19  # a tiny model would get millions of blocks, each of them an object on the host
 GPU_MAX_NUM_SEQS = 256
+GPU_SERVING_MAX_NUM_SEQS = 512  # at 64 requests a second 256 were full and the rest waited; core/prefill_cap.py
 GPU_MAX_NUM_BATCHED_TOKENS = 16384
 GPU_SERVING_PREFILL_RANGE = (512, 2048)  # by the backlog: core/prefill_cap.py has the arithmetic
 
@@ -94,7 +95,8 @@ def step_limits(config: EngineConfig, device: torch.device, is_serving: bool = F
     Where streams are served, a step that decodes takes a small part of a prompt only.
     """
     on_gpu = device.type == "cuda"
-    default_seqs = GPU_MAX_NUM_SEQS if on_gpu else CPU_MAX_NUM_SEQS
+    gpu_seqs = GPU_SERVING_MAX_NUM_SEQS if is_serving else GPU_MAX_NUM_SEQS
+    default_seqs = gpu_seqs if on_gpu else CPU_MAX_NUM_SEQS
     default_tokens = GPU_MAX_NUM_BATCHED_TOKENS if on_gpu else CPU_MAX_NUM_BATCHED_TOKENS
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None:
