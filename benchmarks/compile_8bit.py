@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from octavo.ops.triton import elementwise, gemv_8bit, linear_8bit, quantize
+from octavo.ops.triton import elementwise, gemv_8bit, linear_8bit, linear_8bit_shares, quantize
 from octavo.ops.triton.runtime import Tile
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -34,7 +34,7 @@ def compile_kernel(
     names = kernel.arg_names
     given = {name: signature.get(name, "constexpr") for name in names}
     fixed = {(names.index(name),): value for name, value in constants.items()}
-    skipped = {"M", "eps"}
+    skipped = {"M", "blocks_m", "total", "eps"}
     aligned = {
         (names.index(name),): [["tt.divisibility", 16]]
         for name, kind in signature.items()
@@ -125,6 +125,30 @@ def many_rows(tile: Tile, k: int, kind: str, with_extras: bool) -> tuple[str, in
     constants |= {"GROUP": linear_8bit.GROUP, "PARTS": 2 if tile.n >= 256 else 1, "PDL": True}
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": True}
     return compile_kernel(linear_8bit.many_rows_kernel, signature, constants, options)
+
+
+def shares(tile: Tile, k: int, kind: str, with_extras: bool, most: int = 6) -> tuple[str, int]:
+    code, total = ("i8", "i32") if kind == "w8a8" else ("fp8e4nv", "fp32")
+    signature = {"codes": f"tensordesc<{code}[{tile.rows}, {tile.k}]>", "scale": "*fp32"}
+    signature |= {"w": f"tensordesc<{code}[{tile.n}, {tile.k}]>", "w_pointer": f"*{code}", "w_scale": "*fp32"}
+    signature |= {"out": "*bf16", "partial": f"*{total}", "counters": "*i32"}
+    constants: dict[str, Any] = {}
+    for name in ("bias", "residual"):
+        if with_extras:
+            signature[name] = "*bf16"
+        else:
+            constants[name] = None
+    signature |= {"M": "i32", "N": "i32", "blocks_m": "i32", "total": "i32"}
+    sums = triton.language.int32 if kind == "w8a8" else triton.language.float32
+    constants |= {"K": k, "SUM": sums, "BLOCK_M": tile.rows, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "MOST": most}
+    constants |= {
+        "CHUNKS": min(triton.next_power_of_2(most + 1), tile.n // 16),
+        "AHEAD": tile.stages * tile.k,
+        "PDL": True,
+        "NATIVE": True,
+    }
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": True}
+    return compile_kernel(linear_8bit_shares.shares_kernel, signature, constants, options)
 
 
 def products(wanted: str) -> list[bool]:

@@ -62,7 +62,7 @@ def candidates(n: int, k: int, m: int) -> list[Tile]:
 
 def key_of(tile: Tile, k: int) -> Tile:
     """The sizes as the kernel gets them for rows of k."""
-    if tile.split == 0:
+    if tile.split in (0, linear_8bit.SHARES):
         return tile
     block_k, split = linear_8bit._parts(k, tile.k, abs(tile.split))
     return tile._replace(k=block_k, split=split if tile.split > 0 else -split)

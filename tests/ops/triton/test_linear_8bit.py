@@ -8,13 +8,14 @@ from torch import Tensor
 
 from octavo.ops import reference
 from octavo.ops.triton import runtime
-from octavo.ops.triton.linear_8bit import default_tile, linear_8bit
+from octavo.ops.triton.linear_8bit import SHARES, default_tile, linear_8bit
 from octavo.ops.triton.runtime import Tile
 
 KINDS = ("int8", "fp8")
 ONE = (Tile(1, 4, 64, 1, 4, 1), Tile(1, 8, 256, 1, 4, 1))
 FEW = (Tile(16, 64, 64, 1, 4, 2), Tile(16, 32, 32, 3, 4, 2), Tile(32, 64, 128, 2, 4, 2), Tile(16, 32, 64, -2, 4, 2))
 MANY = (Tile(32, 32, 64, 0, 4, 2), Tile(64, 256, 32, 0, 4, 2))
+SHARED = (Tile(16, 32, 32, SHARES, 4, 2), Tile(64, 64, 64, SHARES, 4, 2), Tile(16, 64, 128, SHARES, 4, 2))
 
 
 def operands(m: int, n: int, k: int, kind: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -36,7 +37,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tile", FEW + MANY)
+@pytest.mark.parametrize("tile", FEW + SHARED + MANY)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 96, 192), (5, 100, 144), (40, 64, 128)])
 def test_products(m: int, n: int, k: int, tile: Tile, kind: str, device: torch.device) -> None:
     codes, scale, weight, weight_scale, exact = operands(m, n, k, kind, device)
@@ -77,7 +78,7 @@ def test_one_row_of_every_code(kind: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tile", [FEW[0], FEW[1], *MANY])
+@pytest.mark.parametrize("tile", [FEW[0], FEW[1], *SHARED[:2], *MANY])
 def test_bias_residual_and_rounding(tile: Tile, kind: str, device: torch.device) -> None:
     codes, scale, weight, weight_scale, exact = operands(7, 80, 96, kind, device)
     generator = torch.Generator().manual_seed(3)

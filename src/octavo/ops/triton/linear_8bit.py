@@ -1,11 +1,12 @@
 """Products of 8-bit rows and 8-bit weights: int8 with sums in int32, E4M3 with sums in float32.
 
-y[m, n] = scale[m] * w_scale[n] * sum_k codes[m, k] w[n, k] + bias[n], rounded once, all in one launch. Three kernels:
+y[m, n] = scale[m] * w_scale[n] * sum_k codes[m, k] w[n, k] + bias[n], rounded once, all in one launch. Four kernels:
 
 * One row: no matrix units, `gemv_8bit.py`.
 * Few rows: reading W once is what takes the time. W is the large operand of the matrix units and the rows, padded to
   16, the small one. K is split where N gives too few programs, and the last program of a split to arrive adds the sums
   of all parts in a fixed order, so that the result does not depend on who comes first.
+* Some rows, where parts of K would not divide evenly over the multiprocessors: equal shares, `linear_8bit_shares.py`.
 * Many rows: one program a multiprocessor walks over the tiles of y, in groups whose operands stay in the second-level
   cache; tensor descriptors (TMA) bring the operands. Where the table says so, torch multiplies FP8 instead.
 
@@ -25,50 +26,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.ops.triton import runtime
 from octavo.ops.triton.gemv_8bit import launch_one
+from octavo.ops.triton.linear_8bit_parts import column_factors, finish, prefetch_rows
+from octavo.ops.triton.linear_8bit_shares import launch_shares
 from octavo.ops.triton.runtime import Tile
 
 BUCKETS = (1, 16, 32, 64, 128, 256, 1024, 8192)  # numbers of rows with tiles of their own
+SHARES = -1024  # as Tile.split: equal shares, `linear_8bit_shares.py`
 TORCH = Tile(0, 0, 0, 0, 0, 0)  # stands for torch's own product in the table
 GROUP = 8  # blocks of rows that are walked over together
 PREFETCH = tl.constexpr(1024)  # bytes of a row of W to ask for ahead
-
-
-@triton.jit
-def _prefetch(w, row, first, K: tl.constexpr, SIZE: tl.constexpr):
-    """Ask for SIZE bytes of each row from column `first` on, as far as the row goes; nothing is waited for."""
-    size = tl.minimum(K - first, SIZE) + tl.zeros_like(row)
-    address = (w + row.to(tl.int64) * K + tl.minimum(first, K - 16)).to(tl.int64, bitcast=True)
-    tl.inline_asm_elementwise(
-        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,r",
-        [address, tl.maximum(size, 16)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _column_factors(w_scale, bias, n, N):
-    """The scales of the rows of W, and the bias or zeros, in float32."""
-    factor = tl.load(w_scale + n, mask=n < N, other=0)
-    shift = tl.zeros_like(factor)
-    if bias is not None:
-        shift = tl.load(bias + n, mask=n < N, other=0).to(tl.float32)
-    return factor, shift
-
-
-@triton.jit
-def _finish(total, factor, w_factor, shift, residual, out, m, n, M, N):
-    """Scale, bias, rounding and residual of a block of sums [rows, columns]."""
-    y = total.to(tl.float32) * w_factor[None, :]  # in the order of vLLM's kernels, for the same last bits
-    y = y * factor[:, None] + shift[None, :]
-    inside = (m < M)[:, None] & (n < N)[None, :]
-    place = m.to(tl.int64)[:, None] * N + n[None, :]
-    y = y.to(out.dtype.element_ty)
-    if residual is not None:
-        y = (y.to(tl.float32) + tl.load(residual + place, mask=inside, other=0).to(tl.float32)).to(y.dtype)
-    tl.store(out + place, y, mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -87,9 +53,9 @@ def few_rows_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, N - 1)
     first = tl.program_id(1) * (TILES * BLOCK_K)
-    w_factor, shift = _column_factors(w_scale, bias, n, N)  # so early that nobody waits for them at the end
+    w_factor, shift = column_factors(w_scale, bias, n, N)  # so early that nobody waits for them at the end
     if PDL:
-        _prefetch(w, row, first, K, min(PREFETCH, TILES * BLOCK_K))
+        prefetch_rows(w, row, first, K, min(PREFETCH, TILES * BLOCK_K))
         gdc_wait()
         gdc_launch_dependents()
     factor = tl.load(scale + m, mask=m < M, other=0)
@@ -109,7 +75,7 @@ def few_rows_kernel(
             x = tl.load(x_row + k[:, None], mask=(k < K)[:, None], other=0.0)
         total = tl.dot(weight, x, total, out_dtype=SUM)
     if SPLIT == 1:
-        _finish(tl.trans(total), factor, w_factor, shift, residual, out, m, n, M, N)
+        finish(tl.trans(total), factor, w_factor, shift, residual, out, m, n, M, N)
     else:
         SIZE: tl.constexpr = BLOCK_N * BLOCK_M
         column = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
@@ -125,7 +91,7 @@ def few_rows_kernel(
             whole = tl.zeros([BLOCK_M, BLOCK_N], SUM)
             for part in range(SPLIT):
                 whole += tl.load(area + part * SIZE + here, mask=inside, other=0, cache_modifier=".cg")
-            _finish(whole, factor, w_factor, shift, residual, out, m, n, M, N)
+            finish(whole, factor, w_factor, shift, residual, out, m, n, M, N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -158,16 +124,16 @@ def many_rows_kernel(
         factor = tl.load(scale + m, mask=m < M, other=0)
         if PARTS == 1:
             n = first_n + tl.arange(0, BLOCK_N)
-            w_factor, shift = _column_factors(w_scale, bias, n, N)
-            _finish(total, factor, w_factor, shift, residual, out, m, n, M, N)
+            w_factor, shift = column_factors(w_scale, bias, n, N)
+            finish(total, factor, w_factor, shift, residual, out, m, n, M, N)
         else:
             HALF: tl.constexpr = BLOCK_N // 2
             left, right = tl.split(tl.permute(tl.reshape(total, [BLOCK_M, 2, HALF]), [0, 2, 1]))
             n = first_n + tl.arange(0, HALF)
-            w_factor, shift = _column_factors(w_scale, bias, n, N)
-            _finish(left, factor, w_factor, shift, residual, out, m, n, M, N)
-            w_factor, shift = _column_factors(w_scale, bias, n + HALF, N)
-            _finish(right, factor, w_factor, shift, residual, out, m, n + HALF, M, N)
+            w_factor, shift = column_factors(w_scale, bias, n, N)
+            finish(left, factor, w_factor, shift, residual, out, m, n, M, N)
+            w_factor, shift = column_factors(w_scale, bias, n + HALF, N)
+            finish(right, factor, w_factor, shift, residual, out, m, n + HALF, M, N)
 
 
 def linear_8bit(
@@ -199,6 +165,7 @@ def linear_8bit(
     assert out.dtype is out_dtype and out.is_contiguous()
     if rows > 0:
         launch = launch_one if tile.rows == 1 else _launch_many if tile.split == 0 else _launch_few
+        launch = launch_shares if tile.split == SHARES else launch
         launch(codes, scale, weight, weight_scale, bias, residual, out, tile)
     return out
 
@@ -275,7 +242,7 @@ def tile_8bit(kind: str, n: int, k: int, m: int) -> Tile:
     """The sizes for m rows and a weight [n, k] of kind "w8a8" or "fp8", from the table of this GPU, or `TORCH`.
 
     One row (`Tile.rows`) means the kernel without matrix units, no parts of K (`Tile.split`) the kernel of many rows,
-    and less than none that tensor descriptors bring the operands of the kernel of few rows.
+    less than none that tensor descriptors bring the operands of the kernel of few rows, and `SHARES` equal shares.
     """
     key = bucket(m)
     untuned = TORCH if kind == "fp8" and m > 128 else default_tile(n, k, key)

@@ -1,0 +1,44 @@
+"""What the kernels of 8-bit products have in common: asking for weights early, and finishing a block of sums."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def prefetch_rows(w, row, first, K: tl.constexpr, SIZE: tl.constexpr):
+    """Ask for SIZE bytes of each row from column `first` on, as far as the row goes; nothing is waited for."""
+    size = tl.minimum(K - first, SIZE) + tl.zeros_like(row)
+    address = (w + row.to(tl.int64) * K + tl.minimum(first, K - 16)).to(tl.int64, bitcast=True)
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [address, tl.maximum(size, 16)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def column_factors(w_scale, bias, n, N):
+    """The scales of the rows of W, and the bias or zeros, in float32."""
+    factor = tl.load(w_scale + n, mask=n < N, other=0)
+    shift = tl.zeros_like(factor)
+    if bias is not None:
+        shift = tl.load(bias + n, mask=n < N, other=0).to(tl.float32)
+    return factor, shift
+
+
+@triton.jit
+def finish(total, factor, w_factor, shift, residual, out, m, n, M, N):
+    """Scale, bias, rounding and residual of a block of sums [rows, columns]."""
+    y = total.to(tl.float32) * w_factor[None, :]  # in the order of vLLM's kernels, for the same last bits
+    y = y * factor[:, None] + shift[None, :]
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    place = m.to(tl.int64)[:, None] * N + n[None, :]
+    y = y.to(out.dtype.element_ty)
+    if residual is not None:
+        y = (y.to(tl.float32) + tl.load(residual + place, mask=inside, other=0).to(tl.float32)).to(y.dtype)
+    tl.store(out + place, y, mask=inside)
