@@ -277,11 +277,26 @@ def test_statistics_count_what_was_delivered(engine: Engine) -> None:
     assert (stats.generation_tokens, stats.prompt_tokens) == (10, 6)
 
 
-def test_fp8_pages_are_refused_without_a_gpu(tiny_llama: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(ValueError, match="'fp8', which needs a GPU"):
-        LLM(str(tiny_llama), kv_cache_dtype="fp8")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_fp8_pages_on_a_cpu_are_near_and_the_same_however_a_prompt_comes(
+    tiny_llama: Path, plain: LLM, deterministic: bool
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+    prompts = [[3 + (i * 7 + j) % 90 for j in range(20 + 9 * i)] for i in range(3)]
+
+    def values(llm: LLM) -> torch.Tensor:
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        entries = [entry for output in outputs for entry in output.prompt_logprobs or [] if entry is not None]
+        return torch.tensor([value.logprob for entry in entries for value in entry.values()])
+
+    settings = {"dtype": "float32", "device": "cpu", "kv_cache_dtype": "fp8", "deterministic": deterministic}
+    with (
+        LLM(str(tiny_llama), **settings) as whole,
+        LLM(str(tiny_llama), max_num_batched_tokens=11, max_num_seqs=3, **settings) as chunked,
+    ):
+        found, exact = values(whole), values(plain)
+        assert 0 < (found - exact).abs().mean() < 0.05 * exact.abs().mean()
+        assert torch.allclose(values(chunked), found, atol=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -32,7 +32,9 @@ class EngineConfig:
     )
     block_size: int = setting(16, "tokens a block of the KV cache")
     kv_cache_dtype: str = setting(
-        "auto", "type of the KV cache; fp8 needs a GPU", choices=("auto", "float32", "bfloat16", "float16", "fp8")
+        "auto",
+        "type of the KV cache; fp8 (e4m3, values up to 448) has fast kernels on a GPU only",
+        choices=("auto", "float32", "bfloat16", "float16", "fp8"),
     )
     kv_cache_memory_bytes: int | None = setting(None, "size of the KV cache; overrides gpu_memory_utilization")
     gpu_memory_utilization: float = setting(

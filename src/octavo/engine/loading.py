@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,8 @@ from octavo.engine.config import EngineConfig
 from octavo.errors import UserError
 from octavo.models import load_model
 from octavo.models.base import CausalLM
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -56,7 +59,12 @@ def load(config: EngineConfig) -> LoadedModel:
         max_model_len=length,
         deterministic=config.deterministic,
     )
-    kv_dtype = _pick_kv_dtype(config.kv_cache_dtype, dtype, device)
+    kv_dtype = _pick_kv_dtype(config.kv_cache_dtype, dtype)
+    if kv_dtype == torch.float8_e4m3fn and (checkpoint.config.get("quantization_config") or {}).get("kv_cache_scheme"):
+        logger.warning(
+            "the checkpoint has scales for its KV cache, which are not used: keys and values are stored as they are, "
+            "those beyond 448 as 448"
+        )
     specs = [replace(spec, bytes_per_element=kv_dtype.itemsize) for spec in model.kv_cache_specs()]
     return LoadedModel(
         model=model,
@@ -83,14 +91,9 @@ def _pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return ops.default_dtype(device) if name == "auto" else getattr(torch, name)  # type: ignore[no-any-return]
 
 
-def _pick_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def _pick_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     if name == "auto":
         return dtype
-    if name == "fp8" and device.type != "cuda":
-        raise UserError(
-            f"kv_cache_dtype is 'fp8', which needs a GPU, but the device is {device}; leave it 'auto'",
-            param="kv_cache_dtype",
-        )
     return torch.float8_e4m3fn if name == "fp8" else getattr(torch, name)  # type: ignore[no-any-return]
 
 

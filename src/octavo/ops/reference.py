@@ -71,11 +71,13 @@ def rotary_and_store(
     cos, sin = cos_sin[positions].float().chunk(2, dim=-1)
     q = rotate(q.float(), cos, sin, interleaved).to(qkv.dtype)
     k = rotate(k.float(), cos, sin, interleaved).to(qkv.dtype)
-    cache.scatter(meta.slot_mapping, k, v)
+    store_kv(k, v, cache, meta)
     return q
 
 
 def store_kv(k: Tensor, v: Tensor, cache: KVCache, meta: AttentionMetadata) -> None:
+    if cache.dtype == torch.float8_e4m3fn:  # what is larger becomes the largest, not NaN, whatever torch does
+        k, v = (x.clamp(-LARGEST_CODE["fp8"], LARGEST_CODE["fp8"]) for x in (k, v))
     cache.scatter(meta.slot_mapping, k, v)
 
 
