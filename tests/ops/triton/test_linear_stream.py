@@ -54,3 +54,12 @@ def test_codes_take_no_equal_shares(device: torch.device) -> None:
     packed = quantized(32, 128, "4s", 64, torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match="are for bf16 weights, not int4"):
         TritonCodes(packed, device).few(torch.zeros(2, 128).bfloat16().to(device), tile=Tile(16, 16, 64, -1, 4, 2))
+
+
+def test_the_fewest_rows_may_have_a_tile_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, more = Tile(8, 64, 128, -1, 4, 6), Tile(16, 64, 128, 2, 4, 5)
+    monkeypatch.setattr(runtime, "tuned_tiles", lambda: {("bf16", 96, 64, 8): few, ("bf16", 96, 64, 16): more})
+    choose = runtime.tile.__wrapped__  # without what was chosen before
+    assert [choose("bf16", 96, 64, m) for m in (2, 8, 9, 16)] == [few, few, more, more]
+    assert choose("bf16", 96, 64, 1) == runtime.default_tile("bf16", 96, 64, 1)
+    assert choose("bf16", 96, 128, 8) == runtime.default_tile("bf16", 96, 128, 16)

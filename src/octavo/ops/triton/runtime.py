@@ -91,6 +91,7 @@ class Tile(NamedTuple):
 
 
 BUCKETS = (1, 16, 32, 64, 128, 256)
+FEWEST = 8  # up to here a table may have a tile of its own: half the rows of the next bucket take less shared memory
 
 
 def bucket(m: int) -> int:
@@ -101,8 +102,9 @@ def bucket(m: int) -> int:
 @functools.cache
 def tile(kind: str, n: int, k: int, m: int) -> Tile:
     """The sizes for m rows of x and a weight [n, k] of kind "bf16", "int4" or "int8", from the table of this GPU."""
-    key = bucket(m)
-    return tuned_tiles().get((kind, n, k, key)) or default_tile(kind, n, k, key)
+    key, tiles = bucket(m), tuned_tiles()
+    fewest = tiles.get((kind, n, k, FEWEST)) if 1 < m <= FEWEST else None
+    return fewest or tiles.get((kind, n, k, key)) or default_tile(kind, n, k, key)
 
 
 @functools.cache
