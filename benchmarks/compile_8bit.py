@@ -23,6 +23,7 @@ from octavo.ops.triton import elementwise, gemv_8bit, linear_8bit, linear_8bit_s
 from octavo.ops.triton.runtime import Tile
 
 TARGET = GPUTarget("cuda", 90, 32)
+SHARES = ((16, 128, 4, 10), (32, 128, 4, 9), (64, 128, 4, 8), (128, 128, 8, 5), (128, 256, 8, 3), (256, 128, 8, 3))
 MAX_SHARED = 227 * 1024
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (4096, 1024), (576, 576))
 
@@ -127,7 +128,7 @@ def many_rows(tile: Tile, k: int, kind: str, with_extras: bool) -> tuple[str, in
     return compile_kernel(linear_8bit.many_rows_kernel, signature, constants, options)
 
 
-def shares(tile: Tile, k: int, kind: str, with_extras: bool, most: int = 6) -> tuple[str, int]:
+def shares(tile: Tile, k: int, kind: str, with_extras: bool, most: int) -> tuple[str, int]:
     code, total = ("i8", "i32") if kind == "w8a8" else ("fp8e4nv", "fp32")
     signature = {"codes": f"tensordesc<{code}[{tile.rows}, {tile.k}]>", "scale": "*fp32"}
     signature |= {"w": f"tensordesc<{code}[{tile.n}, {tile.k}]>", "w_pointer": f"*{code}", "w_scale": "*fp32"}
@@ -172,6 +173,18 @@ def products(wanted: str) -> list[bool]:
     return results
 
 
+def equal_shares(wanted: str) -> list[bool]:
+    results = []
+    for kind in ("w8a8", "fp8"):
+        for rows, block, warps, stages in SHARES:
+            for k, most in ((4096, 2), (14336, 6)):
+                if wanted in f"{kind} shares m{rows}":
+                    tile = Tile(rows, block, 128, linear_8bit.SHARES, warps, stages)
+                    compiled = shares(tile, k, kind, most > 2, most)
+                    results.append(report(f"{kind} shares of {most}, {k} m{rows} {tuple(tile)}", compiled, "wgmma"))
+    return results
+
+
 def rows(wanted: str) -> list[bool]:
     results = []
     for width in (576, 1024, 4096, 8192, 14336):
@@ -206,7 +219,7 @@ def rows(wanted: str) -> list[bool]:
 
 def main() -> None:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    results = rows(wanted) + products(wanted)
+    results = rows(wanted) + products(wanted) + equal_shares(wanted)
     print(f"{sum(results)} of {len(results)} kernels are as they should be")
     sys.exit(0 if all(results) else 1)
 

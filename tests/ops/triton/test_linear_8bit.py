@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from octavo.ops import reference
 from octavo.ops.triton import runtime
 from octavo.ops.triton.linear_8bit import SHARES, default_tile, linear_8bit
+from octavo.ops.triton.linear_8bit_shares import most_parts
 from octavo.ops.triton.runtime import Tile
 
 KINDS = ("int8", "fp8")
@@ -100,6 +103,19 @@ def test_default_tiles_and_no_rows(kind: str, device: torch.device) -> None:
         assert y.shape == (rows, 64)
         if rows:
             assert relative_error(y, exact) < tolerance(kind, device)
+
+
+def test_equal_shares_are_counted() -> None:
+    """No block is shared by more programs than room and loops are made for."""
+    generator = random.Random(1)
+    for _ in range(100):
+        blocks, tiles, programs = (generator.randint(1, most) for most in (40, 30, 20))
+        total = blocks * tiles
+        programs = min(programs, total)
+        edges = [p * total // programs for p in range(programs + 1)]
+        owner = [p for p in range(programs) for _ in range(edges[p], edges[p + 1])]
+        shared = [len(set(owner[block * tiles : block * tiles + tiles])) for block in range(blocks)]
+        assert most_parts(blocks, tiles, programs) == max(shared)
 
 
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (28672, 4096), (576, 576), (64, 64)])
