@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo import LLM, SamplingParams
+from octavo.engine.messages import EngineInfo
 from octavo.engine.outputs import RequestOutput
 
 Run = list[tuple[list[int], list[float]]]  # tokens and their log-probabilities, a request
@@ -38,7 +39,9 @@ class Plan:
         return max(map(len, self.prompts)) + self.num_tokens
 
     def load(self, **more: Any) -> LLM:
-        return LLM(self.model, skip_tokenizer_init=True, max_model_len=self.length, **{**self.kwargs, **more})
+        """An engine for no more requests than there are prompts: it captures fewer graphs, so it starts sooner."""
+        settings = {"skip_tokenizer_init": True, "max_model_len": self.length, "max_num_seqs": len(self.prompts)}
+        return LLM(self.model, **{**settings, **self.kwargs, **more})
 
     def generate(self, llm: LLM, prompts: list[list[int]]) -> tuple[Run, list[RequestOutput]]:
         params = SamplingParams(
@@ -54,14 +57,24 @@ def _trace(output: RequestOutput) -> tuple[list[int], list[float]]:
     return answer.token_ids, [e[t].logprob for t, e in zip(answer.token_ids, answer.logprobs, strict=True)]
 
 
-def alone_and_batch(plan: Plan) -> tuple[Run, Run, float]:
-    """Each prompt by itself, all together, and the seconds of the latter (its second run, the first warms up)."""
+def timed_batch(plan: Plan, llm: LLM) -> tuple[Run, float]:
+    """All together, and the seconds of it (its second run, the first warms up)."""
+    plan.generate(llm, plan.prompts)
+    begin = time.perf_counter()
+    batch, _ = plan.generate(llm, plan.prompts)
+    return batch, time.perf_counter() - begin
+
+
+def batch_seconds(plan: Plan) -> float:
+    with plan.load(enable_prefix_caching=False) as llm:
+        return timed_batch(plan, llm)[1]
+
+
+def alone_and_batch(plan: Plan) -> tuple[Run, Run, float, EngineInfo]:
+    """Each prompt by itself, all together with the seconds of it, and what the engine says of itself."""
     with plan.load(enable_prefix_caching=False) as llm:
         alone = [plan.generate(llm, [prompt])[0][0] for prompt in plan.prompts]
-        plan.generate(llm, plan.prompts)
-        begin = time.perf_counter()
-        batch, _ = plan.generate(llm, plan.prompts)
-        return alone, batch, time.perf_counter() - begin
+        return alone, *timed_batch(plan, llm), llm.engine.info
 
 
 def with_prefix_hits(plan: Plan) -> Run:
@@ -81,10 +94,9 @@ def in_chunks(plan: Plan, num_tokens: int) -> Run:
         return plan.generate(llm, plan.prompts)[0]
 
 
-def with_preemptions(plan: Plan) -> tuple[Run, int]:
+def with_preemptions(plan: Plan, info: EngineInfo) -> tuple[Run, int]:
     """All together in a KV cache for two fifths of their tokens; also how many preemptions there were."""
-    with plan.load(enable_prefix_caching=False) as llm:
-        block_bytes, block_size = llm.engine.info.block_bytes, llm.engine.info.block_size
+    block_bytes, block_size = info.block_bytes, info.block_size
     blocks = sum(-(-(len(prompt) + plan.num_tokens) // block_size) for prompt in plan.prompts)
     blocks = max(2 * blocks // 5, -(-plan.length // block_size)) + 1
     with plan.load(enable_prefix_caching=False, kv_cache_memory_bytes=blocks * block_bytes) as llm:
@@ -124,8 +136,8 @@ def random_prompts(count: int, shortest: int, longest: int, vocab: int) -> list[
 
 def examine(plan: Plan, chunk: int) -> tuple[list[list[str]], bool, float]:
     """Rows of the table, whether all requests agree in all ways, and the seconds of the batch."""
-    alone, batch, seconds = alone_and_batch(plan)
-    preempted, preemptions = with_preemptions(plan)
+    alone, batch, seconds, info = alone_and_batch(plan)
+    preempted, preemptions = with_preemptions(plan, info)
     ways = {
         "in a batch": batch,
         "prefix hit": with_prefix_hits(plan),
@@ -167,7 +179,7 @@ def main() -> None:
         for row in rows:
             print("| " + " | ".join([name, *row]) + " |", flush=True)
         if args.deterministic:
-            other = alone_and_batch(plain)[2]
+            other = batch_seconds(plain)
             print(f"{name}: {seconds:.2f} s, without the mode {other:.2f} s: {seconds / other:.2f} times as long")
             failed = failed or not agrees or seconds > 2 * other
     if failed:
