@@ -32,8 +32,7 @@ def check(result: dict, folder: Path, streams: int) -> None:
     assert different["hit_rate"] == 0
     assert same["hit_rate"] > 0.3
     assert [most_at_once(entry["answers"]) for entry in result["prefix"]] == [5, 5]
-    # The metric is sampled every 50 ms: a tiny model's five answers may be over sooner, so it may see fewer of them.
-    assert 1 <= max(different["peak_running"], same["peak_running"]) <= 5
+    assert 1 < max(different["peak_running"], same["peak_running"]) <= 5
     assert [load["profile"] for load in result["loads"]] == ["synchronous", "concurrent"]
     assert all(load["requests"]["completed"] > 0 and load["requests"]["failed"] == 0 for load in result["loads"])
     kv = result["kv"]

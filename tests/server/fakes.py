@@ -51,7 +51,7 @@ class FakeClient:
         self.aborted: list[str] = []
 
     def stats(self) -> EngineStats:
-        return EngineStats(running=len(self.running))
+        return EngineStats(running=len(self.running), peak_running=len(self.running))
 
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)

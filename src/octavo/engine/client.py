@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Self
@@ -27,6 +28,7 @@ from octavo.errors import EngineDeadError, OctavoError, UserError
 STALL_SECONDS = 10.0
 STALL_FACTOR = 5.0
 WATCH_INTERVAL_SECONDS = 0.25
+PEAK_SECONDS = 0.5  # a peak is told for so long, so that whoever looks ten times a second misses none
 
 
 class EngineClient:
@@ -40,6 +42,7 @@ class EngineClient:
         self._folder = folder
         self._queues: dict[str, Mailbox] = {}
         self._stats = EngineStats()
+        self._peaks: deque[tuple[float, int]] = deque()  # times of snapshots and their `peak_running`
         self._heard = time.monotonic()
         self._slowest_step = 0.0
         self._tasks: list[asyncio.Task[None]] = []
@@ -111,8 +114,15 @@ class EngineClient:
             queue.put(EngineOutput(request_id, finish_reason="abort"))
 
     def stats(self) -> EngineStats:
-        """The newest snapshot of the engine (at most half a second old while it is idle)."""
-        return self._stats
+        """The newest snapshot of the engine (at most half a second old while it is idle).
+
+        Its `peak_running` is that of the last PEAK_SECONDS.
+        """
+        stats, oldest = self._stats, time.monotonic() - PEAK_SECONDS
+        while self._peaks and self._peaks[0][0] < oldest:
+            self._peaks.popleft()
+        stats.peak_running = max((peak for _, peak in self._peaks), default=stats.running)
+        return stats
 
     @property
     def is_dead(self) -> bool:
@@ -160,6 +170,13 @@ class EngineClient:
         self._stats = message.stats or self._stats
         self._heard = time.monotonic()
 
+    def _take_stats(self, stats: EngineStats) -> None:
+        """Keep a snapshot; in the queue of peaks those stay that no later one exceeds."""
+        while self._peaks and self._peaks[-1][1] <= stats.peak_running:
+            self._peaks.pop()
+        self._peaks.append((time.monotonic(), stats.peak_running))
+        self._stats = stats
+
     async def _send(self, message: ToEngine) -> None:
         await self._socket.send(encode(message))
 
@@ -168,7 +185,7 @@ class EngineClient:
             message = decode_from_engine(await self._socket.recv())
             self._heard = time.monotonic()
             if message.stats is not None:
-                self._stats = message.stats
+                self._take_stats(message.stats)
                 self._slowest_step = max(0.99 * self._slowest_step, message.stats.last_step_s)
             for output in message.outputs:  # before the plain ones, since first tokens are among them
                 queue = self._queues.get(output.request_id)

@@ -70,6 +70,7 @@ class Engine:
         self._requests: dict[str, _Progress] = {}
         self._num_added = 0
         self._stats = EngineStats()
+        self._peak_running = 0  # since the last snapshot
         self.info = _describe(config, loaded, plan, limits)
         self.info.load_seconds = time.perf_counter() - begin
 
@@ -128,6 +129,7 @@ class Engine:
             depth, outputs = 1, self.drain()
         step = self._scheduler.schedule()
         if step is not None:
+            self._peak_running = max(self._peak_running, len(self._scheduler.states.running()))
             outputs += self._launch(step)
         if self._in_flight and (step is None or len(self._in_flight) >= depth):
             outputs += self._collect()
@@ -183,8 +185,9 @@ class Engine:
         return outputs
 
     def stats(self) -> EngineStats:
-        """A snapshot of the scheduler's state and the counters."""
+        """A snapshot of the scheduler's state and the counters; the peak counts anew from here."""
         now, stats = self._scheduler.stats(), self._stats
+        stats.peak_running, self._peak_running = max(now.running, self._peak_running), 0
         stats.running, stats.waiting, stats.kv_usage = now.running, now.waiting, now.kv_usage
         stats.prefix_queries, stats.prefix_hits = now.prefix_queries, now.prefix_hits
         stats.preemptions = now.preemptions

@@ -61,7 +61,6 @@ def serve(engine: Engine, socket: zmq.Socket[bytes]) -> None:
     told = 0.0  # when the last snapshot was sent
     while True:
         rejected: list[EngineOutput] = []
-        has_arrivals = False
         if not engine.has_work and not socket.poll(IDLE_STATS_INTERVAL_MS):
             socket.send(encode(FromEngine(stats=engine.stats())))
             continue
@@ -70,11 +69,9 @@ def serve(engine: Engine, socket: zmq.Socket[bytes]) -> None:
             if message.is_shutdown:
                 return
             rejected += _apply(engine, message)
-            has_arrivals = has_arrivals or bool(message.add)
         outputs = rejected + engine.step()
         now = time.monotonic()
-        # Short requests may come and go between two snapshots; the last snapshot must not stay busy for ever.
-        is_due = has_arrivals or now - told >= STATS_INTERVAL_SECONDS or not engine.has_work
+        is_due = now - told >= STATS_INTERVAL_SECONDS or not engine.has_work
         if is_due:
             told = now
         if outputs or is_due:

@@ -57,7 +57,10 @@ _N = (1, 2, 5, 10, 20)
 
 # name without prefix: (help, how to read it from the snapshot); the seed aliases are the same names without "vllm:"
 _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "num_requests_running": ("Requests in the engine's batch", lambda s: s.running),
+    "num_requests_running": (
+        "Requests in the engine's batch, the most of the last half second",
+        lambda s: s.peak_running,
+    ),
     "num_requests_waiting": ("Requests that wait for room", lambda s: s.waiting),
     "kv_cache_usage_perc": ("Share of the KV cache in use, 0 to 1", lambda s: s.kv_usage),
     "gpu_cache_usage_perc": ("Older name of kv_cache_usage_perc, whatever the device", lambda s: s.kv_usage),
