@@ -132,6 +132,8 @@ class AttentionMetadata:
     num_decodes: how many leading requests have exactly one query row.
     query_lens_host, seq_lens_host: the lengths [S] as the host knows them, for kernels that are chosen by length; None
         where the caller has none (or where a CUDA graph will run with other lengths).
+    num_shared: int32 [1], leading keys that all requests of a step of decodes have in the same blocks, for kernels that
+        then read them once; it may be 0. None where it is not worth a kernel's time.
     """
 
     query_start: Tensor
@@ -143,6 +145,7 @@ class AttentionMetadata:
     num_decodes: int
     query_lens_host: list[int] | None = None
     seq_lens_host: list[int] | None = None
+    num_shared: Tensor | None = None
 
     def __post_init__(self) -> None:
         # Kernels read these by address, so a wrong type would be read as other numbers.

@@ -12,6 +12,7 @@ from octavo.ops.kv_cache import AttentionMetadata, KVCache
 from octavo.ops.triton import attention_cudnn, attention_deterministic
 from octavo.ops.triton.attention_decode import decode
 from octavo.ops.triton.attention_prefill import prefill
+from octavo.ops.triton.attention_shared import decode_shared
 
 
 def paged_attention(
@@ -31,12 +32,15 @@ def paged_attention(
     q = q.contiguous()
     out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
     decodes, requests = meta.num_decodes, meta.seq_lens.shape[0]
+    plain = window is None and sinks is None
+    if meta.num_shared is not None and plain and decodes == q.shape[0]:
+        decode_shared(q, cache, meta, out, scale, softcap)
+        return out
     if decodes:
         decode(q, cache, meta, out, decodes, scale, window, softcap, sinks)
     if requests == decodes or q.shape[0] == decodes:
         return out
-    plain = window is None and softcap is None and sinks is None
-    if not (plain and attention_cudnn.serves(q, meta)):
+    if not (plain and softcap is None and attention_cudnn.serves(q, meta)):
         prefill(q, cache, meta, out, decodes, requests - decodes, q.shape[0] - decodes, scale, window, softcap, sinks)
         return out
     lengths, contexts = meta.query_lens_host, meta.seq_lens_host

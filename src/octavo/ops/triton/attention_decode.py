@@ -135,23 +135,48 @@ def merge_parts(
     return acc / row_sum[:, None]
 
 
+@triton.jit
+def shared_state(
+    parts, part_stats, row_max, sums, acc, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The softmax of one request and key head after the keys that it shares, out of `attention_shared`'s parts."""
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    live = m < GROUP
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        row = split * GROUP + m
+        part_max = tl.load(part_stats + row * 2, mask=live, other=FLOOR)
+        part_sum = tl.load(part_stats + row * 2 + 1, mask=live, other=0.0)
+        part = tl.load(parts + (row * D)[:, None] + d[None], mask=live[:, None] & (d < D)[None], other=0.0)
+        new_max = tl.maximum(row_max, part_max)
+        shrink, weight = tl.exp2(row_max - new_max), tl.exp2(part_max - new_max)
+        row_sum = row_sum * shrink + part_sum * weight
+        acc = acc * shrink[:, None] + part * weight[:, None]
+        row_max = new_max
+    return row_max, sums + tl.where(tl.arange(0, BLOCK_N) == 0, 1.0, 0.0)[None] * row_sum[:, None], acc
+
+
 @triton.jit(do_not_specialize=["window", "part_tiles", "max_parts", "stride_table"])
 def decode_kernel(
-    q, k_cache, v_cache, block_table, seq_lens, sinks, out, parts, part_stats, arrived, scale, softcap, window,
-    part_tiles, max_parts, stride_q, stride_table, stride_block, stride_head, GROUP: tl.constexpr,
-    GROUP_ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, MERGED: tl.constexpr, PDL: tl.constexpr,
+    q, k_cache, v_cache, block_table, seq_lens, sinks, num_shared, shared_parts, shared_stats, out, parts, part_stats,
+    arrived, scale, softcap, window, part_tiles, max_parts, stride_q, stride_table, stride_block, stride_head,
+    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SHARED_SPLITS: tl.constexpr, PRECISION: tl.constexpr, MERGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits, key heads, requests). `part_tiles` > 0 fixes the tiles a part, cut by position from 0.
 
-    What the kernel ahead writes, queries and the newest keys, is not read before it has ended; lengths, block tables
-    and older keys are from before it.
+    With SHARED_SPLITS the first `num_shared` keys of every request were attended before, and are skipped here. What the
+    kernel ahead writes, queries and the newest keys, is not read before it has ended; lengths, block tables and older
+    keys are from before it.
     """
     split, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits, num_kv_heads = tl.num_programs(0), tl.num_programs(1)
     length = tl.load(seq_lens + request)
     low = tl.maximum(length - window, 0)
+    if SHARED_SPLITS > 0:
+        low = tl.load(num_shared)
     first_tile, end_tile = low // BLOCK_N, tl.cdiv(length, BLOCK_N)
     if part_tiles > 0:
         tiles = part_tiles
@@ -159,7 +184,7 @@ def decode_kernel(
     else:
         tiles = tl.maximum(tl.cdiv(end_tile - first_tile, num_splits), 1)
         base = first_tile
-    num_parts = tl.cdiv(end_tile - base, tiles)  # 0 for a request of length 0, which pads the batch
+    num_parts = tl.cdiv(tl.maximum(end_tile - base, 0), tiles)  # 0 for a request of length 0, which pads the batch
     table = block_table + request.to(tl.int64) * stride_table
     k_head, v_head = k_cache + head.to(tl.int64) * stride_head, v_cache + head.to(tl.int64) * stride_head
     if PDL:
@@ -190,6 +215,13 @@ def decode_kernel(
                     row_max = sink * 1.4426950408889634
                     sums += tl.where(tl.arange(0, BLOCK_N) == 0, 1.0, 0.0)[None]
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            if SHARED_SPLITS > 0:  # noqa: SIM102
+                if part == 0:
+                    row_max, sums, acc = shared_state(
+                        shared_parts + pair.to(tl.int64) * (SHARED_SPLITS * GROUP * D),
+                        shared_stats + pair.to(tl.int64) * (SHARED_SPLITS * GROUP * 2), row_max, sums, acc, GROUP, D,
+                        BLOCK_D, BLOCK_M, BLOCK_N, SHARED_SPLITS,
+                    )  # fmt: skip
             first = tl.maximum(base + part * tiles, first_tile)
             last = tl.minimum(base + (part + 1) * tiles, end_tile)
             row_max, sums, acc = attend_part(
@@ -283,6 +315,7 @@ def decode(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     *,
+    shared: tuple[Tensor, Tensor, int] | None = None,
     num_splits: int | None = None,
     part_keys: int | None = None,
     block_n: int | None = None,
@@ -295,7 +328,8 @@ def decode(
     do the last bits of the result. `part_keys`, a multiple of the tile, cuts at its multiples instead. Then a request's
     parts and the order of their merge follow from its length alone, and every bit of it is the same in any batch and
     for any `num_splits` (how many programs share the parts). Partial sums take num_requests * Hq * D floats for each
-    part that the block table has room for, so an engine would pass max_model_len / 16 or so.
+    part that the block table has room for, so an engine would pass max_model_len / 16 or so. `shared` is what
+    `attention_shared` leaves of the keys that all requests have in common: parts, their maxima and sums, parts a head.
     """
     heads, head_dim = q.shape[1], q.shape[2]
     kv_heads = cache.num_kv_heads
@@ -321,13 +355,15 @@ def decode(
     block_d = max(16, triton.next_power_of_2(head_dim))
     factor, cap = score_factors(scale, softcap)
     pdl = runtime.uses_dependent_launch(q.device)
+    shared_parts, shared_stats, shared_splits = shared or (parts, stats, 0)
     decode_kernel[(num_splits, kv_heads, num_requests)](
-        q, cache.k, cache.v, meta.block_table, meta.seq_lens, q if sinks is None else sinks, out, parts, stats,
-        arrivals(q.device, pairs), factor, cap,
-        NO_WINDOW if window is None else window, part_tiles, max_parts, q.stride(0), meta.block_table.stride(0),
+        q, cache.k, cache.v, meta.block_table, meta.seq_lens, q if sinks is None else sinks,
+        meta.seq_lens if meta.num_shared is None else meta.num_shared, shared_parts, shared_stats, out, parts, stats,
+        arrivals(q.device, pairs), factor, cap, NO_WINDOW if window is None else window, part_tiles, max_parts,
+        q.stride(0), meta.block_table.stride(0),
         cache.k.stride(0), cache.k.stride(1), GROUP=group, GROUP_ROWS=group_rows,
         D=head_dim, BLOCK_D=block_d, BLOCK_M=max(16, group_rows), BLOCK_N=block_n, BLOCK_SIZE=cache.block_size,
-        HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
+        HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None, SHARED_SPLITS=shared_splits,
         PRECISION=precision(q.dtype), MERGED=parts_at_once(group_rows, block_d), PDL=pdl, launch_pdl=pdl,
         num_warps=num_warps, num_stages=num_stages,
         maxnreg=most_registers(head_dim, block_n, cache.dtype) if num_warps == 4 else None,
