@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from exact import exact_products  # noqa: F401
 from paged import TOLERANCE, Step, exact_attention, relative_error
 from torch import Tensor
 
 from octavo.ops.triton.attention_deterministic import Cut, cut_for, paged_attention
 
+pytestmark = pytest.mark.usefixtures("exact_products")
 SMALL = Cut(32, 16, 64, 4, 2)  # small tiles and parts, so that short contexts have several of both
 
 

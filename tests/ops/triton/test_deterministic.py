@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from casts import exact_casts  # noqa: F401
+from exact import exact_casts, exact_products  # noqa: F401
 from random_weights import quantized
 from test_weights_8bit import make
 from torch import Tensor
@@ -31,7 +31,7 @@ def packed(kind: str, n: int, k: int, device: torch.device) -> tuple[FixedTiles,
     return FixedTiles(weights.pack_codes(weight, torch.bfloat16, device)), exact
 
 
-@pytest.mark.usefixtures("exact_casts")
+@pytest.mark.usefixtures("exact_casts", "exact_products")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_product_has_the_same_bits_among_any_rows(kind: str, device: torch.device) -> None:
     weight, exact = packed(kind, 72, 160, device)

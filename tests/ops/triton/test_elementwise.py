@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from casts import exact_casts  # noqa: F401
+from exact import exact_casts  # noqa: F401
 from torch import Tensor
 
 from octavo.ops import reference
