@@ -279,7 +279,7 @@ def show(name: str, call: Callable[[], object], flops: int) -> None:
 def time_prefill(block_size: int) -> None:
     print("\nprefill of 8B, TFLOP/s (ms); Triton's (rows, keys, warps, stages)")
     start = time.perf_counter()
-    attention_cudnn.build_plans(32, KV_HEADS, HEAD, torch.bfloat16, GPU, 16384, 32768)
+    attention_cudnn.build_plans(32, KV_HEADS, HEAD, torch.bfloat16, GPU, 16384, 32768, 256)
     torch.cuda.synchronize()
     print(f"plans of cuDNN for long prompts built in {time.perf_counter() - start:.2f} s", flush=True)
     cases = ((4, 2048, 0), (8, 2048, 0), (4, 1024, 1024), (1, 8192, 0), (1, 8192, 22000), (1, 8000, 21000))
@@ -293,7 +293,7 @@ def time_prefill(block_size: int) -> None:
             call = partial(prefill, q, cache, meta, out, 0, count, count * rows, HEAD**-0.5, tiles=tiles)
             show(f"{tuple(tiles)}", call, flops)
         attempts: dict[str, Callable[[], object]] = {
-            "entry (cuDNN by rounded shapes)": partial(run_entry, q, cache, meta)
+            "entry": partial(run_entry, q, cache, meta)
         }
         attempts["gather alone"] = partial(attention_cudnn.gather, cache, meta.block_table, 0, past + rows, q.dtype)
         if past == 0:

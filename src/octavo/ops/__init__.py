@@ -1,6 +1,6 @@
 """Every kernel behind one function: a torch reference that defines it, and faster versions for CPU and GPU."""
 
-from octavo.ops.compile_ahead import compile_ahead
+from octavo.ops.compile_ahead import compile_ahead, plan_attention
 from octavo.ops.decoder import DecoderLayer, FusedDecoder, fuse_decoder
 from octavo.ops.functions import (
     add_rms_norm,
@@ -50,6 +50,7 @@ __all__ = [
     "log_softmax",
     "pack_weight",
     "paged_attention",
+    "plan_attention",
     "prepare_inputs",
     "report",
     "rms_norm",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from octavo.ops.triton import runtime
 
 _triton = runtime.lazy("ahead", "compile_ahead")
+_build_plans = runtime.lazy("attention_cudnn", "build_plans")
 
 
 def compile_ahead(launch: Callable[[], object]) -> int:
@@ -16,3 +19,24 @@ def compile_ahead(launch: Callable[[], object]) -> int:
     Where kernels are not compiled at run time, nothing is called.
     """
     return 0 if runtime.unavailable() is not None else int(_triton(launch))
+
+
+def plan_attention(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_rows: int,
+    max_context: int,
+    max_requests: int,
+) -> int:
+    """Prepare what `paged_attention` of long prompts takes from a library that plans each shape; returns how many.
+
+    For steps of up to `max_rows` rows and `max_requests` requests, and contexts of up to `max_context` tokens. Some
+    libraries keep plans by thread, so the thread that runs steps must call it.
+    """
+    if device.type != "cuda" or runtime.unavailable() is not None:
+        return 0
+    shape = (num_heads, num_kv_heads, head_dim)
+    return int(_build_plans(*shape, dtype, device, max_rows, max_context, max_requests))

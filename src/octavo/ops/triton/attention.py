@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from octavo.ops.kv_cache import AttentionMetadata, KVCache
 from octavo.ops.triton import attention_cudnn, attention_deterministic
 from octavo.ops.triton.attention_decode import decode
+from octavo.ops.triton.attention_plans import cut_step
 from octavo.ops.triton.attention_prefill import prefill
 from octavo.ops.triton.attention_shared import decode_shared
 
@@ -43,20 +43,19 @@ def paged_attention(
     if not (plain and softcap is None and attention_cudnn.serves(q, meta)):
         prefill(q, cache, meta, out, decodes, requests - decodes, q.shape[0] - decodes, scale, window, softcap, sinks)
         return out
-    lengths, contexts = meta.query_lens_host, meta.seq_lens_host
-    assert lengths is not None and contexts is not None
-    # Requests of the same lengths share cuDNN's calls, all that lie between two of those a launch here.
-    kinds = groupby(zip(lengths[decodes:], contexts[decodes:], strict=True))
-    runs = [(rows, context, len(list(run))) for (rows, context), run in kinds]
+    assert meta.query_lens_host is not None and meta.seq_lens_host is not None
+    pieces = cut_step(q.shape[1], meta.query_lens_host[decodes:], meta.seq_lens_host[decodes:])
+    if decodes == 0 and len(pieces) == 1 and pieces[0].by_cudnn and pieces[0].rows == pieces[0].context:
+        return attention_cudnn.attend_prompts(q, cache, meta, 0, requests, 0, pieces[0].rows, scale)  # copies nothing
     first, row = decodes, decodes
-    for is_long, group in groupby(runs, lambda run: attention_cudnn.pays(q.shape[1], *run)):
-        members = list(group)
-        if is_long:
-            for rows, _, count in members:
-                attention_cudnn.attend_requests(q, cache, meta, out, first, count, row, scale)
-                first, row = first + count, row + rows * count
-        else:
-            count, total = sum(count for *_, count in members), sum(rows * count for rows, _, count in members)
+    for by_cudnn, count, total, rows, context in pieces:
+        if not by_cudnn:
             prefill(q, cache, meta, out, first, count, total, scale)
-            first, row = first + count, row + total
+        elif rows == context:
+            out[row : row + total] = attention_cudnn.attend_prompts(q, cache, meta, first, count, row, rows, scale)
+        else:
+            for i in range(count):
+                place = (first + i, row + i * rows)
+                attention_cudnn.attend_after_past(q, cache, meta, out, *place, rows, context, scale)
+        first, row = first + count, row + total
     return out

@@ -1,0 +1,108 @@
+"""Which calls of cuDNN's attention a step makes: of so few shapes that all their plans are built before any request.
+
+torch builds a plan for every shape that is new, 50 to 130 ms each, and rounds numbers of rows and of keys up to powers
+of two (`attention_cudnn`), but not the number of requests a call takes. So that number is a power of two as well, and
+what is left of a run of equal requests goes to the Triton kernel. A chunk after a past pays where both are long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+MIN_ROWS = 256  # fewer rows leave multiprocessors without work
+MIN_SCORES = 80_000_000  # from as many on, the products save more than gathering and small launches cost
+MIN_ROWS_AFTER_PAST = 2049  # two calls and a merge: 4 x 1,024 after 1,024 took three times as long as in Triton
+MIN_PAST = 1025
+MIN_SCORES_AFTER_PAST = 1_000_000_000
+
+
+class Piece(NamedTuple):
+    """`count` neighbours in a step, each with `rows` new tokens at the end of `context`; (rows, context) varies in a
+    piece that is not cuDNN's, and is 0 there."""
+
+    by_cudnn: bool
+    count: int
+    total_rows: int
+    rows: int = 0
+    context: int = 0
+
+
+class Plan(NamedTuple):
+    """A call by its shape: `rows` and `keys` are powers of two, exactly these or all above the next smaller one."""
+
+    batch: int
+    rows: int
+    keys: int
+    is_causal: bool
+    is_exact: bool
+
+
+def cut_step(heads: int, lengths: list[int], contexts: list[int]) -> list[Piece]:
+    """The pieces of a step of requests with these numbers of new tokens and of tokens in all, in order."""
+    pieces: list[Piece] = []
+    for (rows, context), run in groupby(zip(lengths, contexts, strict=True)):
+        left = len(list(run))
+        for count in _counts(heads, rows, context, left):
+            pieces.append(Piece(True, count, count * rows, rows, context))
+            left -= count
+        if left:
+            before = pieces.pop() if pieces and not pieces[-1].by_cudnn else Piece(False, 0, 0)
+            pieces.append(Piece(False, before.count + left, before.total_rows + left * rows))
+    return pieces
+
+
+def _counts(heads: int, rows: int, context: int, count: int) -> Iterator[int]:
+    """How many of `count` equal requests each call takes, as long as calls pay."""
+    if rows < context:
+        yield from [count] if count and _pays_after_past(heads, rows, context - rows) else []
+        return
+    while count:
+        most = 1 << (count.bit_length() - 1)
+        if not _pays(heads, rows, most):
+            return
+        yield most
+        count -= most
+
+
+def _pays(heads: int, rows: int, count: int) -> bool:
+    return rows >= MIN_ROWS and count * heads * rows * (rows - rows // 2) >= MIN_SCORES
+
+
+def _pays_after_past(heads: int, rows: int, past: int) -> bool:
+    long = rows >= MIN_ROWS_AFTER_PAST and past >= MIN_PAST
+    return long and heads * rows * (past + rows - rows // 2) >= MIN_SCORES_AFTER_PAST
+
+
+def round_up(n: int) -> int:
+    """The power of two that torch rounds n >= 1 up to."""
+    return 1 << (n - 1).bit_length()
+
+
+def plan_of(batch: int, rows: int, keys: int, is_causal: bool) -> Plan:
+    """The plan of a call; prompts of a power of two tokens have their own, which is faster (no lengths in tensors)."""
+    is_exact = is_causal and rows == keys == round_up(rows)
+    return Plan(batch, round_up(rows), round_up(keys), is_causal, is_exact)
+
+
+def plans(heads: int, max_rows: int, max_context: int, max_requests: int) -> list[Plan]:
+    """Every plan that the pieces of steps may ask for, of up to `max_rows` rows and `max_requests` requests."""
+    found: dict[Plan, None] = {}
+    longest = min(max_rows, max_context)
+    for rows in _powers(MIN_ROWS, round_up(longest)):
+        least, most = rows // 2 + 1, min(rows, longest)
+        for batch in _powers(1, min(max_requests, max_rows // least)):
+            for n in (least, most):  # any number up to the power, and the power itself
+                found |= {plan_of(batch, n, n, True): None} if _pays(heads, most, batch) else {}
+        for past in _powers(1, round_up(max_context)):
+            if _pays_after_past(heads, most, min(past, max_context - least)):
+                found |= {plan_of(1, n, n, True): None for n in (least, most)}
+                found[plan_of(1, least, past, False)] = None
+    return list(found)
+
+
+def _powers(first: int, last: int) -> Iterator[int]:
+    while first <= last:
+        yield first
+        first *= 2
