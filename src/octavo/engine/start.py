@@ -109,6 +109,7 @@ def measure_step(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) 
     if loaded.device.type != "cuda":
         return StepMemory(0, False)
     bind_cache(loaded.model, loaded.groups, 1, config.block_size, loaded.kv_dtype, loaded.device, config.deterministic)
+    _plan_attention(loaded, config, limits)
     num_bytes = _measure_peak(loaded, config, limits)
     before = _free_bytes(loaded.device)
     if config.enforce_eager:
@@ -128,6 +129,15 @@ def measure_step(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) 
     torch.cuda.empty_cache()
     logger.info("a step takes %.2f GiB, its graphs %.2f GiB", num_bytes / 2**30, graphs / 2**30)
     return StepMemory(num_bytes + graphs, can_capture)
+
+
+def _plan_attention(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) -> None:
+    """Plans of long prompts' attention: before memory is measured, which they keep some of, on the thread of steps."""
+    layers = [] if config.deterministic else loaded.model.attention_layers()
+    shapes = {(x.num_heads, x.num_kv_heads, x.head_dim) for x in layers if x.window is None and x.softcap is None}
+    sizes = (limits.max_num_batched_tokens, _length(loaded, config), limits.max_num_seqs)
+    num_plans = sum(ops.plan_attention(*shape, loaded.dtype, loaded.device, *sizes) for shape in shapes)
+    logger.info("%d plans for the attention of long prompts", num_plans)
 
 
 def _measure_prompt_graphs(runner: DeviceRunner, device: torch.device) -> int:
