@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo.checkpoint.base import Checkpoint
-from octavo.checkpoint.compressed_tensors import CompressedReader, from_signed_codes
+from octavo.checkpoint.codes import from_signed_codes
+from octavo.checkpoint.compressed_tensors import CompressedReader
+from octavo.checkpoint.config_fields import Fields
 from octavo.checkpoint.quantization_config import QuantizationConfig, weight_scheme
 from octavo.checkpoint.quantized import QuantizedWeight
 from octavo.checkpoint.reader import open_checkpoint
@@ -79,7 +81,7 @@ def test_what_is_written_is_read(name: str) -> None:
     codes, scale, zero = quantize(torch.randn(24, columns), scheme)
     tensors = compressed_parameters("m", codes, scale, scheme, zero)
     group = compressed_tensors_config([CompressedGroup(scheme)])["config_groups"]["group_0"]
-    weight = reader_of(group, tensors).read("m")
+    weight = reader_of(group, tensors).read("m.weight")
     assert isinstance(weight, QuantizedWeight)
     assert weight.scheme == scheme
     assert torch.equal(signed_codes(weight), codes)
@@ -94,8 +96,8 @@ ORACLE_SCHEMES = [
     {"num_bits": 4, "strategy": "channel"},
     {"num_bits": 8, "strategy": "channel"},
     {"num_bits": 8, "strategy": "group", "group_size": 32, "symmetric": False},
-    {"num_bits": 3, "strategy": "group", "group_size": 32},
-    {"num_bits": 6, "strategy": "channel", "symmetric": False},
+    *({"num_bits": bits, "strategy": "group", "group_size": 32} for bits in (2, 3, 5, 6, 7)),
+    *({"num_bits": bits, "strategy": "channel", "symmetric": False} for bits in (2, 3, 5, 6, 7)),
     {"num_bits": 8, "type": "float", "strategy": "tensor"},
     {"num_bits": 8, "type": "float", "strategy": "channel"},
     {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 32]},
@@ -122,11 +124,46 @@ def test_reading_equals_the_package(arguments: dict[str, Any]) -> None:
     compressed = compressor.compress(state, scheme)
     expected = compressor.decompress(dict(compressed), scheme)["weight"]
     tensors = {f"m.{name}": tensor for name, tensor in compressed.items()}
-    found = reader_of({"targets": ["Linear"], "weights": arguments}, tensors).read("m")
-    stays = arguments["strategy"] in ("tensor", "channel") if is_float else arguments["num_bits"] in (4, 8)
-    assert isinstance(found, QuantizedWeight) == stays
+    found = reader_of({"targets": ["Linear"], "weights": arguments}, tensors).read("m.weight")
+    assert isinstance(found, QuantizedWeight) == (arguments["strategy"] != "block")
     dense = found.dequantize() if isinstance(found, QuantizedWeight) else found
     torch.testing.assert_close(dense, expected.float(), rtol=1e-6, atol=1e-6)
+
+
+SMALL_FLOATS = {
+    "nvfp4-pack-quantized": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+    "mxfp4-pack-quantized": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+    "mxfp6-pack-quantized": {"num_bits": 6, "type": "float", "strategy": "group", "group_size": 32},
+    "mxfp8-quantized": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32},
+}
+
+
+@pytest.mark.parametrize("name", SMALL_FLOATS)
+def test_small_floats_equal_the_package(name: str) -> None:
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.compressors import BaseCompressor
+
+    if name not in BaseCompressor.registered_names():
+        pytest.skip(f"this version of compressed-tensors has no {name}")
+    arguments = SMALL_FLOATS[name] | ({} if name.startswith("nv") else {"scale_dtype": "torch.uint8"})
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=quantization.QuantizationArgs(**arguments))
+    torch.manual_seed(2)
+    weight = torch.randn(8, 96).to(torch.bfloat16)
+    groups = weight.float().unflatten(1, (-1, int(arguments["group_size"]))).abs().amax(-1)
+    state = {"weight": weight}
+    if name.startswith("nv"):
+        overall = torch.tensor([448.0 * 6 / float(groups.max())])
+        state |= {"weight_global_scale": overall, "weight_scale": overall * groups / 6}
+    else:
+        state["weight_scale"] = torch.exp2(torch.floor(torch.log2(groups)) - 2)
+    compressor = BaseCompressor.get_value_from_registry(name)
+    compressed = compressor.compress(dict(state), scheme)
+    expected = compressor.decompress(dict(compressed), scheme)["weight"]
+    tensors = {f"m.{key}": tensor for key, tensor in compressed.items()}
+    found = reader_of({"targets": ["Linear"], "weights": arguments}, tensors).read("m.weight")
+    assert isinstance(found, torch.Tensor)
+    torch.testing.assert_close(found.to(expected.dtype), expected, rtol=2**-7, atol=0)
+    assert float((found - weight.float()).abs().mean()) < 0.25 * float(weight.float().abs().mean())
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -318,7 +355,7 @@ def test_targets_and_ignore() -> None:
     ],
 )
 def test_a_missing_strategy_is_inferred(arguments: dict[str, Any], scheme: WeightScheme) -> None:
-    assert weight_scheme(arguments, None) == scheme
+    assert weight_scheme(Fields(arguments, Path("x"), "weights"), None) == scheme
 
 
 def test_presets_and_old_names() -> None:
@@ -330,9 +367,6 @@ def test_presets_and_old_names() -> None:
     assert old.groups[0].scheme.activations == ActivationScheme()
     with pytest.raises(UnsupportedModelError, match="W5A5"):
         parse({"config_groups": {"W5A5": ["Linear"]}})
-    sparse = content | {"sparsity_config": {"format": "sparse-24-bitmask"}}
-    with pytest.raises(UnsupportedModelError, match="sparse-24-bitmask"):
-        QuantizationConfig.of({"quantization_config": sparse}, Path("x"))
 
 
 def test_a_group_index_is_followed() -> None:
@@ -341,13 +375,13 @@ def test_a_group_index_is_followed() -> None:
     order = torch.randperm(64) % 4
     tensors = compressed_parameters("m", codes, scale, scheme) | {"m.weight_g_idx": order.to(torch.int32)}
     group = {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16, "actorder": "group"}}
-    found = reader_of(group, tensors).read("m")
+    found = reader_of(group, tensors).read("m.weight")
     assert torch.equal(found, codes.float() * scale.float()[:, order])
     for wrong in (order[:-1], order + 1):
         with pytest.raises(CheckpointError, match=r"m\.weight_g_idx"):
-            reader_of(group, tensors | {"m.weight_g_idx": wrong}).read("m")
+            reader_of(group, tensors | {"m.weight_g_idx": wrong}).read("m.weight")
     straight = tensors | {"m.weight_g_idx": (torch.arange(64) // 16).to(torch.int32)}
-    assert isinstance(reader_of(group, straight).read("m"), QuantizedWeight)
+    assert isinstance(reader_of(group, straight).read("m.weight"), QuantizedWeight)
 
 
 def test_parts_that_do_not_fit_are_named() -> None:
@@ -363,13 +397,13 @@ def test_parts_that_do_not_fit_are_named() -> None:
         ("weight_zero_point", tensors["m.weight_zero_point"][:1]),
     ]:
         with pytest.raises(CheckpointError, match=rf"m\.{part}"):
-            reader_of(group, tensors | {f"m.{part}": wrong}).read("m")
+            reader_of(group, tensors | {f"m.{part}": wrong}).read("m.weight")
     with pytest.raises(CheckpointError, match="no group"):
-        reader_of(group | {"targets": ["Conv1d"]}, tensors).read("m")
+        reader_of(group | {"targets": ["Conv1d"]}, tensors).read("m.weight")
     with pytest.raises(UnsupportedModelError, match="not read"):
-        packed = tensors["m.weight_packed"].view(torch.uint8)
+        packed = tensors["m.weight_packed"]
         nvfp4 = {"num_bits": 4, "type": "float", "strategy": "tensor", "symmetric": True}
-        reader_of({"targets": ["Linear"], "weights": nvfp4}, tensors | {"m.weight_packed": packed}).read("m")
+        reader_of({"targets": ["Linear"], "weights": nvfp4}, tensors | {"m.weight_packed": packed}).read("m.weight")
 
 
 def test_a_static_input_scale_is_read() -> None:
@@ -377,16 +411,18 @@ def test_a_static_input_scale_is_read() -> None:
     static = eight | {"strategy": "tensor", "dynamic": False}
     group = {"targets": ["Linear"], "weights": eight | {"strategy": "channel"}, "input_activations": static}
     tensors = {"m.weight": torch.ones(4, 16, dtype=torch.int8), "m.weight_scale": torch.ones(4, 1)}
-    given = [reader_of(group, tensors | {"m.input_scale": torch.tensor(scale)}).read("m") for scale in (0.5, [0.25])]
+    given = [
+        reader_of(group, tensors | {"m.input_scale": torch.tensor(scale)}).read("m.weight") for scale in (0.5, [0.25])
+    ]
     parts = [part for part in given if isinstance(part, QuantizedWeight)]
     assert [part.input_scale for part in parts] == [0.5, 0.25]
     assert QuantizedWeight.concat(parts).input_scale == 0.5
     assert parts[1].select_rows(torch.tensor([2])).input_scale == 0.25
     with pytest.raises(CheckpointError, match=r"m\.input_scale is not stored"):
-        reader_of(group, tensors).read("m")
+        reader_of(group, tensors).read("m.weight")
     for wrong in (torch.ones(2), torch.tensor(0.0)):
         with pytest.raises(CheckpointError, match=r"m\.input_scale must be one positive number"):
-            reader_of(group, tensors | {"m.input_scale": wrong}).read("m")
+            reader_of(group, tensors | {"m.input_scale": wrong}).read("m.weight")
     parts[0].input_scale = None
     with pytest.raises(CheckpointError, match="static input scale, or none"):
         QuantizedWeight.concat(parts)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from octavo.checkpoint.packing import packed_columns, packed_to_memory, unpack_codes
+from octavo.checkpoint.codes import by_blocks, column_order, from_packed_codes, from_signed_codes, in_memory, unpacked
+from octavo.checkpoint.module_reader import ModuleReader, StoredTensors, module_of
+from octavo.checkpoint.packing import packed_columns
 from octavo.checkpoint.quantization_config import QuantizationConfig, QuantizationGroup
-from octavo.checkpoint.quantized import QuantizedWeight, pack_nibbles, stays_quantized
+from octavo.checkpoint.quantized import QuantizedWeight, memory_scheme
 from octavo.checkpoint.scheme import WeightScheme
+from octavo.checkpoint.small_floats import E2M1, E2M3, decode_nibbles, decode_sixes, power_of_two
 from octavo.errors import CheckpointError, UnsupportedModelError
 
 # Stored names that belong to a quantized weight, besides "weight" itself.
@@ -29,33 +31,57 @@ PARTS = (
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-class StoredTensors(Protocol):
-    """Where the stored tensors come from."""
-
-    def stored(self, name: str) -> Tensor: ...
-
-    def has_stored(self, name: str) -> bool: ...
-
-
-class CompressedReader:
+class CompressedReader(ModuleReader):
     """Decodes the modules of one checkpoint. What is stored decides whether a module is compressed, not `ignore`."""
 
     def __init__(self, config: QuantizationConfig, source: StoredTensors) -> None:
+        super().__init__(source)
         self.config = config
-        self._source = source
 
-    def is_compressed(self, module: str) -> bool:
-        return any(self._source.has_stored(f"{module}.{part}") for part in ("weight_packed", "weight_scale"))
+    def dense_name(self, name: str) -> str | None:
+        for part in PARTS:
+            if name.endswith(f".{part}"):
+                return f"{name.removesuffix(part)}weight" if part == "weight_packed" else None
+        return name
 
-    def read(self, module: str) -> QuantizedWeight | Tensor:
-        """4 and 8 integer bits by group, channel or tensor, and E4M3 by channel or tensor, stay quantized.
+    def holds(self, name: str) -> bool:
+        module = module_of(name)
+        return bool(module) and any(
+            self._source.has_stored(f"{module}.{part}") for part in ("weight_packed", "weight_scale")
+        )
 
-        The rest comes dense, in float32. Static activations bring the one scale of the layer's input.
+    def read(self, name: str) -> QuantizedWeight | Tensor:
+        """Integers by group, channel or tensor, and E4M3 by channel or tensor, stay quantized; the rest comes dense.
+
+        Static activations bring the one scale of the layer's input. Activations that no kernel rounds stay as they are.
         """
-        weight = self._read(module)
-        if isinstance(weight, QuantizedWeight):
-            weight.input_scale = self._input_scale(module, weight.scheme)
+        module = module_of(name)
+        group = self.config.group_of(module)
+        if group is None:
+            raise CheckpointError(
+                f"module {module!r} is stored quantized, but no group of quantization_config has a target for it"
+            )
+        scheme = group.scheme
+        weight = self._read(module, group)
+        if isinstance(weight, Tensor):
+            self.note_dense(f"{scheme.num_bits}-bit {scheme.type} ({group.format}, {scheme.strategy})")
+            return weight
+        weight.scheme = self._with_served_activations(weight.scheme)
+        weight.input_scale = self._input_scale(module, weight.scheme)
         return weight
+
+    def _with_served_activations(self, scheme: WeightScheme) -> WeightScheme:
+        given = scheme.activations
+        if given is None:
+            return scheme
+        rounds = (given.num_bits, given.type, given.symmetric) == (8, scheme.type, True)
+        if rounds and given.strategy in ("token", "tensor"):
+            return scheme
+        self.note(
+            f"activations of {given.num_bits} bits ({given.type}, {given.strategy}) beside {scheme.num_bits}-bit "
+            f"{scheme.type} weights have no kernel and stay in the model's dtype"
+        )
+        return replace(scheme, activations=None)
 
     def _input_scale(self, module: str, scheme: WeightScheme) -> float | None:
         """The static scale of the layer's input, or None where its scheme scales each token."""
@@ -70,12 +96,7 @@ class CompressedReader:
             raise CheckpointError(f"{name} must be one positive number; it has shape {list(scale.shape)}")
         return float(scale)
 
-    def _read(self, module: str) -> QuantizedWeight | Tensor:
-        group = self.config.group_of(module)
-        if group is None:
-            raise CheckpointError(
-                f"module {module!r} is stored quantized, but no group of quantization_config has a target for it"
-            )
+    def _read(self, module: str, group: QuantizationGroup) -> QuantizedWeight | Tensor:
         if self._source.has_stored(f"{module}.weight_packed"):
             return self._read_packed(module, group)
         weight = self._source.stored(f"{module}.weight")
@@ -83,58 +104,75 @@ class CompressedReader:
             return self._read_float(module, weight, group)
         if weight.dtype != torch.int8:
             return weight  # fake-quantized: the values are already there
-        rows, columns = weight.shape
+        rows, columns = self._two_dimensions(f"{module}.weight", weight)
         scale = self._scale(module, group.scheme, rows, columns)
-        return from_signed_codes(
-            group.scheme, weight, scale, self._zero_point(module, group.scheme, rows, scale.shape[1])
-        )
+        zero = self._zero_point(module, group.scheme, rows, scale.shape[1])
+        return from_signed_codes(group.scheme, weight, scale, zero)
 
     def _read_float(self, module: str, weight: Tensor, group: QuantizationGroup) -> QuantizedWeight | Tensor:
-        if weight.dtype != torch.float8_e4m3fn or group.scheme.type != "float" or not stays_quantized(group.scheme):
-            return _scaled(module, weight.to(torch.float32), self._source.stored(f"{module}.weight_scale"), group)
-        rows, columns = weight.shape
-        scale = self._scale(module, group.scheme, rows, columns)
-        return in_memory(group.scheme, (rows, columns), weight, scale, None)
+        rows, columns = self._two_dimensions(f"{module}.weight", weight)
+        kept = memory_scheme(group.scheme)
+        if kept is not None and kept.type == "float" and weight.dtype == torch.float8_e4m3fn:
+            scale = self._scale(module, group.scheme, rows, columns)
+            return in_memory(kept, (rows, columns), weight, scale, None)
+        name = f"{module}.weight_scale"
+        scale = self._source.stored(name)
+        if scale.dtype == torch.uint8:
+            scale = power_of_two(scale)
+        if scale.numel() == 1:
+            return weight.to(torch.float32) * scale.to(torch.float32).reshape(1, 1)
+        block = group.block_structure or (1, group.scheme.group_size or columns)
+        return by_blocks(name, weight, scale.unsqueeze(1) if scale.dim() == 1 else scale, block)
 
     def _read_packed(self, module: str, group: QuantizationGroup) -> QuantizedWeight | Tensor:
-        packed = self._source.stored(f"{module}.weight_packed")
-        if group.scheme.type != "int" or packed.dtype != torch.int32:
+        name = f"{module}.weight_packed"
+        packed, scheme = self._source.stored(name), group.scheme
+        self._two_dimensions(name, packed)
+        if scheme.type == "float" and packed.dtype == torch.uint8 and scheme.num_bits in (4, 6):
+            return self._read_small_floats(module, packed, scheme)
+        if scheme.type != "int" or packed.dtype != torch.int32:
             raise UnsupportedModelError(
-                f"{module}: the format {group.format!r} ({group.scheme.num_bits}-bit {group.scheme.type}) is not read; "
-                "pack-quantized, int-quantized and float-quantized are"
+                f"{name}: the format {group.format!r} ({scheme.num_bits}-bit {scheme.type} in {packed.dtype}) is not "
+                "read; pack-quantized, int-quantized, float-quantized, naive-quantized, nvfp4-pack-quantized, "
+                "mxfp4-pack-quantized, mxfp6-pack-quantized and mxfp8-quantized are"
             )
+        rows, columns = self._stored_shape(module, packed)
+        if packed.shape[1] > packed_columns(columns, 32):
+            raise CheckpointError(
+                f"{name} has shape {list(packed.shape)}; it does not fit a weight of {rows} x {columns}"
+            )
+        scale = self._scale(module, scheme, rows, columns)
+        zero = self._zero_point(module, scheme, rows, scale.shape[1])
+        order_name, order = f"{module}.weight_g_idx", None
+        if self._source.has_stored(order_name):
+            order = column_order(order_name, self._source.stored(order_name), columns, scale.shape[1])
+        return from_packed_codes(name, packed, scheme, (rows, columns), scale, zero, order)
+
+    def _stored_shape(self, module: str, packed: Tensor) -> tuple[int, int]:
         shape = self._source.stored(f"{module}.weight_shape").tolist()
-        if len(shape) != 2 or shape[0] != packed.shape[0]:
+        if not isinstance(shape, list) or len(shape) != 2 or shape[0] != packed.shape[0]:
             raise CheckpointError(
                 f"{module}.weight_packed has shape {list(packed.shape)}, but {module}.weight_shape says {shape}"
             )
-        return self._unpack(module, group.scheme, packed, (shape[0], shape[1]))
+        return int(shape[0]), int(shape[1])
 
-    def _unpack(
-        self, module: str, scheme: WeightScheme, packed: Tensor, shape: tuple[int, int]
-    ) -> QuantizedWeight | Tensor:
-        rows, columns = shape
-        scale = self._scale(module, scheme, rows, columns)
-        zero = self._zero_point(module, scheme, rows, scale.shape[1])
-        order = self._column_order(module, columns, scale.shape[1])
-        name, bits = f"{module}.weight_packed", scheme.num_bits
-        if order is not None:
-            return _gathered(_unpacked(name, packed, bits, columns), scale, zero, order)
-        if bits in (4, 8) and packed.shape[1] == packed_columns(columns, bits) and columns * bits % 8 == 0:
-            return in_memory(scheme, shape, packed_to_memory(packed, bits, columns), scale, zero)
-        return from_signed_codes(scheme, _unpacked(name, packed, bits, columns), scale, zero)
+    def _read_small_floats(self, module: str, packed: Tensor, scheme: WeightScheme) -> Tensor:
+        """NVFP4 (E4M3 scales by 16 over one of the tensor), MXFP4 and MXFP6 (powers of two by 32)."""
+        values = decode_nibbles(packed, E2M1) if scheme.num_bits == 4 else decode_sixes(packed, E2M3)
+        name, overall = f"{module}.weight_scale", f"{module}.weight_global_scale"
+        scale = self._source.stored(name)
+        scale = power_of_two(scale) if scale.dtype == torch.uint8 else scale.to(torch.float32)
+        if self._source.has_stored(overall):
+            scale = scale / self._source.stored(overall).to(torch.float32).reshape(-1)[0]
+        elif scheme.strategy == "tensor_group":
+            raise CheckpointError(f"{overall} is missing; the scales of {module} are shares of it")
+        return by_blocks(name, values, scale, (1, scheme.group_size or values.shape[1]))
 
-    def _column_order(self, module: str, columns: int, groups: int) -> Tensor | None:
-        """The group of each column where an activation order was kept; None when they follow each other."""
-        name = f"{module}.weight_g_idx"
-        if not self._source.has_stored(name):
-            return None
-        order = self._source.stored(name).to(torch.int64)
-        if tuple(order.shape) != (columns,) or int(order.min()) < 0 or int(order.max()) >= groups:
-            raise CheckpointError(
-                f"{name} {list(order.shape)} must give each of {columns} columns one of {groups} groups"
-            )
-        return None if torch.equal(order, _even_groups(columns, groups)) else order
+    @staticmethod
+    def _two_dimensions(name: str, weight: Tensor) -> tuple[int, int]:
+        if weight.dim() != 2:
+            raise CheckpointError(f"{name} has shape {list(weight.shape)}; a quantized weight has two dimensions")
+        return weight.shape[0], weight.shape[1]
 
     def _scale(self, module: str, scheme: WeightScheme, rows: int, columns: int) -> Tensor:
         """[N, G], whatever the strategy."""
@@ -161,80 +199,9 @@ class CompressedReader:
         if zero.dtype == torch.int32 and self._source.has_stored(f"{module}.weight_packed"):
             if zero.dim() != 2 or zero.shape[1] != groups:
                 raise CheckpointError(f"{name} has shape {list(zero.shape)}; its second dimension must be {groups}")
-            return _unpacked(name, zero.T.contiguous(), scheme.num_bits, rows).T
+            return unpacked(name, zero.T.contiguous(), scheme.num_bits, rows).T
         if zero.numel() == 1:
             return zero.reshape(1, 1).expand(rows, groups)
         if zero.numel() != rows * groups:
             raise CheckpointError(f"{name} has shape {list(zero.shape)}; it must be [{rows}, {groups}]")
         return zero.reshape(rows, groups)
-
-
-def _unpacked(name: str, packed: Tensor, bits: int, columns: int) -> Tensor:
-    try:
-        return unpack_codes(packed, bits, columns)
-    except CheckpointError as error:
-        raise CheckpointError(f"{name} of shape {list(packed.shape)} does not fit: {error}") from error
-
-
-def from_signed_codes(
-    scheme: WeightScheme, codes: Tensor, scale: Tensor, zero: Tensor | None = None
-) -> QuantizedWeight | Tensor:
-    """Signed codes int8 [N, K], scale [N, G] and zero point [N, G] (signed like the codes) -> the in-memory layout.
-
-    W = scale * (code - zero). Bit widths other than 4 and 8, or an odd K with 4 bits, give the dense weight in float32.
-    """
-    rows, columns = codes.shape
-    if scheme.num_bits not in (4, 8) or (scheme.num_bits == 4 and columns % 2):
-        return _gathered(codes, scale, zero, _even_groups(columns, scale.shape[1]))
-    stored = pack_nibbles((codes + 8).to(torch.uint8)) if scheme.num_bits == 4 else codes.contiguous()
-    return in_memory(scheme, (rows, columns), stored, scale, zero)
-
-
-def _even_groups(columns: int, groups: int) -> Tensor:
-    return torch.arange(columns) // (columns // groups)
-
-
-def in_memory(
-    scheme: WeightScheme, shape: tuple[int, int], stored: Tensor, scale: Tensor, zero: Tensor | None
-) -> QuantizedWeight:
-    """4- or 8-bit codes that are in the in-memory layout already, with scale and zero point as in the checkpoint."""
-    if scheme.strategy == "tensor":
-        scheme = replace(scheme, strategy="channel")
-    if zero is None and not scheme.symmetric:
-        zero = torch.zeros_like(scale)
-    shift = 8 if scheme.num_bits == 4 else 0
-    offset = None
-    if zero is not None:
-        # z * scale needs more bits than a 16-bit scale has.
-        scale = scale.to(torch.float32)
-        offset = -(zero.to(torch.float32) + shift) * scale
-    elif shift:
-        offset = scale * -shift
-    return QuantizedWeight(scheme, shape, stored, scale, offset)
-
-
-def _gathered(codes: Tensor, scale: Tensor, zero: Tensor | None, order: Tensor) -> Tensor:
-    """Dense float32 weight with column k in group order[k]."""
-    weight = codes.to(torch.float32)
-    if zero is not None:
-        weight = weight - zero.to(torch.float32)[:, order]
-    return weight * scale.to(torch.float32)[:, order]
-
-
-def _scaled(module: str, weight: Tensor, scale: Tensor, group: QuantizationGroup) -> Tensor:
-    """float8 values times their scales: one, one a row, one a group of columns, or one a block."""
-    rows, columns = weight.shape
-    scale = scale.to(torch.float32)
-    if scale.numel() == 1:
-        return weight * scale.reshape(1, 1)
-    if scale.dim() == 1:
-        scale = scale.unsqueeze(1)
-    block = group.block_structure or (1, group.scheme.group_size or columns)
-    wanted = (-(-rows // block[0]), -(-columns // block[1]))
-    if tuple(scale.shape) != wanted:
-        raise CheckpointError(
-            f"{module}.weight_scale has shape {list(scale.shape)}; a weight of {rows} x {columns} with "
-            f"{group.scheme.strategy} scales needs {list(wanted)}"
-        )
-    full = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    return weight * full

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from octavo.checkpoint.base import Checkpoint
 from octavo.checkpoint.quantization_config import QuantizationConfig, class_of
-from octavo.checkpoint.quantized import QuantizedWeight, stays_quantized
+from octavo.checkpoint.quantized import QuantizedWeight, memory_scheme
 from octavo.checkpoint.scheme import WeightScheme
 from octavo.errors import CheckpointError
 
@@ -113,9 +112,7 @@ class DummyCheckpoint(Checkpoint):
         if quantization is None or quantization.is_ignored(module):
             return None
         group = quantization.group_of(module, class_of(module))
-        if group is None or not stays_quantized(group.scheme):
-            return None
-        return replace(group.scheme, strategy="channel") if group.scheme.strategy == "tensor" else group.scheme
+        return None if group is None else memory_scheme(group.scheme)
 
     def _quantized(self, name: str, scheme: WeightScheme, shape: tuple[int, int]) -> QuantizedWeight:
         rows, columns = shape

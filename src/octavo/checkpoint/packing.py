@@ -49,9 +49,9 @@ def unpack_codes(packed: Tensor, bits: int, columns: int) -> Tensor:
             f"{packed_columns(columns, bits)}"
         )
     if bits == 8:
-        unsigned = packed.contiguous().view(torch.uint8)
+        unsigned = row_bytes(packed)
     elif bits == 4:
-        octets = packed.contiguous().view(torch.uint8)
+        octets = row_bytes(packed)
         unsigned = torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
     else:
         step = bits if words == packed_columns(columns, bits) else None
@@ -62,8 +62,13 @@ def unpack_codes(packed: Tensor, bits: int, columns: int) -> Tensor:
 
 def packed_to_memory(packed: Tensor, bits: int, columns: int) -> Tensor:
     """4- or 8-bit int32 [N, W] -> the codes of a QuantizedWeight: the same bytes, but for the sign of 8 bits."""
-    octets = packed.contiguous().view(torch.uint8)[:, : columns * bits // 8]
+    octets = row_bytes(packed)[:, : columns * bits // 8]
     return octets.contiguous() if bits == 4 else (octets ^ 128).view(torch.int8)
+
+
+def row_bytes(packed: Tensor) -> Tensor:
+    """int32 [N, W] -> uint8 [N, 4 W]. A single column counts as contiguous whatever its stride, hence the detour."""
+    return packed.reshape(-1).contiguous().view(torch.uint8).view(packed.shape[0], 4 * packed.shape[1])
 
 
 def _pack_bytes(unsigned: Tensor, bits: int, words: int) -> Tensor:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octavo.checkpoint.config_fields import Fields
 from octavo.checkpoint.scheme import ActivationScheme, WeightScheme
-from octavo.errors import CheckpointError, UnsupportedModelError
+from octavo.errors import UnsupportedModelError
 
 METHODS = ("compressed-tensors", "sparseml")
 _INT8_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
@@ -44,43 +45,41 @@ class QuantizationGroup:
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """What is quantized how."""
+    """What is quantized how. `sparsity` is the format in which the weights' zeros were left out, or "dense"."""
 
     groups: tuple[QuantizationGroup, ...]
     ignore: tuple[str, ...]
     kv_cache_scheme: dict[str, Any] | None = None
+    sparsity: str = "dense"
 
     @classmethod
     def of(cls, config: dict[str, Any], path: Path) -> QuantizationConfig | None:
         """From a config.json's content; None for a plain checkpoint, UnsupportedModelError for another method."""
-        content = config.get("quantization_config") or config.get("compression_config")
-        if not content:
+        fields = quantization_fields(config, path)
+        if fields is None:
             return None
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{path}: quantization_config is {type(content).__name__}, not an object")
-        method = content.get("quant_method", "compressed-tensors")
+        method = fields.text("quant_method", METHODS[0])
         if method not in METHODS:
             raise UnsupportedModelError(
-                f"{path}: the quantization method {method!r} is not read; {METHODS[0]} is. "
+                f"{path}: the quantization method {method!r} is not known here; {METHODS[0]} is. "
                 "Use the unquantized model, and `octavo compress` to make it small"
             )
-        sparsity = (content.get("sparsity_config") or {}).get("format", "dense")
-        if sparsity != "dense":
-            raise UnsupportedModelError(
-                f"{path}: the sparse format {sparsity!r} is not read; use the dense checkpoint of the model"
-            )
-        return cls.parse(content, path)
+        return cls.parse(fields.content, path)
 
     @classmethod
     def parse(cls, content: dict[str, Any], path: Path) -> QuantizationConfig:
         """From a quantization_config of compressed-tensors."""
-        named = content.get("config_groups") or {}
-        overall = content.get("format") or "dense"
-        groups = tuple(_group(name, group, overall, path) for name, group in named.items())
+        fields = Fields(content, path, "quantization_config")
+        named = fields.within("config_groups")
+        overall = fields.text("format", "dense")
+        groups = [] if named is None else [_group(name, named, overall) for name in named.content]
+        sparsity = fields.within("sparsity_config")
+        cache = fields.within("kv_cache_scheme")
         return cls(
             tuple(group for group in groups if group is not None),
-            tuple(content.get("ignore") or ()),
-            content.get("kv_cache_scheme"),
+            fields.patterns("ignore"),
+            None if cache is None else cache.content,
+            "dense" if sparsity is None else sparsity.text("format", "dense"),
         )
 
     def is_ignored(self, module: str, module_class: str | None = None) -> bool:
@@ -114,51 +113,51 @@ def _best_match(targets: tuple[str, ...], module: str, module_class: str) -> int
     return 2 if any(name in targets for name in classes) else None
 
 
-def _group(name: str, group: Any, overall: str, path: Path) -> QuantizationGroup | None:
+def quantization_fields(config: dict[str, Any], path: Path) -> Fields | None:
+    """The quantization_config of a config.json, under its present or its old name; None for a plain checkpoint."""
+    content = config.get("quantization_config") or config.get("compression_config")
+    return Fields(content, path, "quantization_config") if content else None
+
+
+def _group(name: str, named: Fields, overall: str) -> QuantizationGroup | None:
+    group = named.content[name]
     if isinstance(group, list):
         if name.upper() not in PRESETS:
             raise UnsupportedModelError(
-                f"{path}: the quantization preset {name!r} is unknown; {list(PRESETS)} are known"
+                f"{named.path}: the quantization preset {name!r} is unknown; {list(PRESETS)} are known"
             )
         group = {"targets": group, **PRESETS[name.upper()]}
-    if not isinstance(group, dict):
-        raise CheckpointError(f"{path}: quantization group {name!r} is {type(group).__name__}, not an object")
-    if not group.get("weights"):
+    fields = Fields(group, named.path, f"{named.where}.{name}")
+    weights = fields.within("weights")
+    if weights is None:
         return None  # activations or attention only: the weights are plain
-    weights = group["weights"]
-    activations = group.get("input_activations")
-    scheme = weight_scheme(weights, activations)
-    block = weights.get("block_structure")
-    if isinstance(block, str):
-        block = [int(part) for part in block.split("x")]
-    structure = (int(block[0]), int(block[1])) if block else None
-    return QuantizationGroup(tuple(group.get("targets") or ()), scheme, group.get("format") or overall, structure)
+    scheme = weight_scheme(weights, fields.within("input_activations"))
+    targets = fields.patterns("targets")
+    return QuantizationGroup(targets, scheme, fields.text("format", overall), weights.pair("block_structure"))
 
 
-def weight_scheme(weights: dict[str, Any], activations: dict[str, Any] | None) -> WeightScheme:
+def weight_scheme(weights: Fields, activations: Fields | None) -> WeightScheme:
     """compressed-tensors' QuantizationArgs -> WeightScheme, with its rule for a missing strategy."""
-    size = weights.get("group_size")
-    strategy = weights.get("strategy")
-    if strategy is None:
-        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+    size = weights.integer("group_size")
+    inferred = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = weights.text("strategy", inferred)
     if strategy == "group" and size in (-1, None):
         strategy = "channel"
     return WeightScheme(
-        num_bits=int(weights.get("num_bits", 8)),
-        type=weights.get("type", "int"),
-        symmetric=bool(weights.get("symmetric", True)),
+        num_bits=weights.integer("num_bits", 8) or 0,
+        type=weights.text("type", "int"),
+        symmetric=weights.flag("symmetric", True),
         strategy=strategy,
-        group_size=int(size) if strategy == "group" and size is not None else None,
-        activations=None if not activations else _activation_scheme(activations),
+        group_size=size if strategy in ("group", "tensor_group") else None,
+        activations=None if activations is None else _activation_scheme(activations),
     )
 
 
-def _activation_scheme(given: dict[str, Any]) -> ActivationScheme:
-    dynamic = bool(given.get("dynamic", False))
+def _activation_scheme(given: Fields) -> ActivationScheme:
     return ActivationScheme(
-        num_bits=int(given.get("num_bits", 8)),
-        type=given.get("type", "int"),
-        symmetric=bool(given.get("symmetric", True)),
-        strategy=given.get("strategy") or ("group" if given.get("group_size") else "tensor"),
-        dynamic=dynamic,
+        num_bits=given.integer("num_bits", 8) or 0,
+        type=given.text("type", "int"),
+        symmetric=given.flag("symmetric", True),
+        strategy=given.text("strategy", "group" if given.integer("group_size") else "tensor"),
+        dynamic=given.flag("dynamic", False),
     )

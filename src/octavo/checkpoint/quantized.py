@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,11 +24,18 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
-def stays_quantized(scheme: WeightScheme) -> bool:
-    """Whether weights of this scheme are kept quantized in memory; a single scale becomes one a row then."""
-    if scheme.type == "float":
-        return scheme.num_bits == 8 and scheme.symmetric and scheme.strategy in ("channel", "tensor")
-    return scheme.num_bits in (4, 8) and scheme.strategy in ("group", "channel", "tensor")
+def memory_scheme(scheme: WeightScheme) -> WeightScheme | None:
+    """The scheme under which such a weight is kept quantized in memory; None where it is kept dense.
+
+    A single scale becomes one a row. 1 to 3 bits are kept as 4, and 5 to 7 as 8: the values are the same.
+    """
+    strategy = "channel" if scheme.strategy == "tensor" else scheme.strategy
+    if strategy not in ("group", "channel"):
+        return None
+    if scheme.type == "int":
+        return replace(scheme, strategy=strategy, num_bits=4 if scheme.num_bits <= 4 else 8)
+    kept = scheme.num_bits == 8 and scheme.symmetric and strategy == "channel"
+    return replace(scheme, strategy=strategy) if kept else None
 
 
 def code_dtype(scheme: WeightScheme) -> torch.dtype:
@@ -60,7 +67,7 @@ class QuantizedWeight:
     def __post_init__(self) -> None:
         rows, columns = self.shape
         bits = self.scheme.num_bits
-        if not stays_quantized(self.scheme) or self.scheme.strategy == "tensor":
+        if memory_scheme(self.scheme) != self.scheme:
             raise CheckpointError(
                 "a quantized weight in memory has 4 or 8 integer bits by group or channel, "
                 f"or 8 bits of symmetric float by channel, not {self.scheme}"

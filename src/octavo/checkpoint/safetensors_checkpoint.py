@@ -12,8 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from octavo.checkpoint.base import Checkpoint, dense
-from octavo.checkpoint.compressed_tensors import PARTS, CompressedReader
-from octavo.checkpoint.quantization_config import QuantizationConfig
+from octavo.checkpoint.methods import OWN_FILES, module_reader
 from octavo.checkpoint.quantized import QuantizedWeight
 from octavo.errors import CheckpointError
 
@@ -32,7 +31,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 
 class SafetensorsCheckpoint(Checkpoint):
-    """Plain tensors come as they are stored; what a compressed-tensors `quantization_config` names stays quantized."""
+    """Plain tensors come as they are stored; what is quantized stays so where memory has a layout for it."""
 
     def __init__(self, path: Path) -> None:
         config = read_json(path / "config.json")
@@ -40,31 +39,30 @@ class SafetensorsCheckpoint(Checkpoint):
         super().__init__(path, config, read_json(generation) if generation.is_file() else {})
         self._shards: dict[str, Any] = {}
         self._files = self._locate()
-        quantization = QuantizationConfig.of(config, path)
-        self._compressed = None if quantization is None else CompressedReader(quantization, self)
+        self._reader = module_reader(with_own_file(config, path), path, self)
 
     def names(self) -> list[str]:
-        """Dense names: the parts of a compressed weight count as its one "….weight"."""
-        if self._compressed is None:
+        """Dense names: the parts of a quantized weight count as its one "….weight"."""
+        if self._reader is None:
             return list(self._files)
-        return list(dict.fromkeys(_dense_name(name) for name in self._files if _dense_name(name)))
+        dense_names = (self._reader.dense_name(name) for name in self._files)
+        return list(dict.fromkeys(name for name in dense_names if name))
 
     def __contains__(self, name: object) -> bool:
-        if name in self._files:
-            return True
-        return self._compressed is not None and f"{name}_packed" in self._files
+        return name in self._files or (self._reader is not None and self._reader.holds(str(name)))
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        if self._compressed is not None and name.endswith(".weight"):
-            return dense(self.weight(name.removesuffix(".weight"), shape))
-        return self.stored(name, shape)
+        return dense(self._read(name, shape))
 
     def weight(self, module: str, shape: tuple[int, ...] | None = None) -> Tensor | QuantizedWeight:
-        if self._compressed is not None and self._compressed.is_compressed(module):
-            found = self._compressed.read(module)
-            self._check_shape(f"{module}.weight", tuple(found.shape), shape)
-            return found
-        return self.stored(f"{module}.weight", shape)
+        return self._read(f"{module}.weight", shape)
+
+    def _read(self, name: str, shape: tuple[int, ...] | None) -> Tensor | QuantizedWeight:
+        if self._reader is None or not self._reader.holds(name):
+            return self.stored(name, shape)
+        found = self._reader.read(name)
+        self._check_shape(name, tuple(found.shape), shape)
+        return found
 
     def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """A tensor just as the file has it."""
@@ -143,12 +141,14 @@ class SafetensorsCheckpoint(Checkpoint):
         return self._shards[file]
 
 
-def _dense_name(name: str) -> str:
-    """Name of the dense tensor that a stored one belongs to; "" for a part that is not the weight itself."""
-    for part in PARTS:
-        if name.endswith(f".{part}"):
-            return f"{name.removesuffix(part)}weight" if part == "weight_packed" else ""
-    return name
+def with_own_file(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The configuration, with the quantization that an older tool kept in a file of its own."""
+    if config.get("quantization_config") or config.get("compression_config"):
+        return config
+    for name, method in OWN_FILES.items():
+        if (path / name).is_file():
+            return config | {"quantization_config": {"quant_method": method} | read_json(path / name)}
+    return config
 
 
 def _what_is_wrong(path: Path, error: Exception) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from octavo.errors import UnsupportedModelError
 
-WEIGHT_STRATEGIES = ("tensor", "channel", "group", "block")
+WEIGHT_STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 ACTIVATION_STRATEGIES = ("token", "tensor", "group", "tensor_group")
 TYPES = ("int", "float")
 
@@ -39,7 +39,10 @@ class ActivationScheme:
 
 @dataclass(frozen=True)
 class WeightScheme:
-    """How a weight [N, K] is quantized; `group_size` counts input elements and is set for the strategy "group" only."""
+    """How a weight [N, K] is quantized; `group_size` counts input elements and is set for groups alone.
+
+    The strategy "tensor_group" (NVFP4) has a scale a group and one over all of them.
+    """
 
     num_bits: int
     type: str = "int"
@@ -52,12 +55,12 @@ class WeightScheme:
         _require(1 <= self.num_bits <= 8, "num_bits", self.num_bits, "within 1..8")
         _require(self.type in TYPES, "type", self.type, f"one of {TYPES}")
         _require(self.strategy in WEIGHT_STRATEGIES, "strategy", self.strategy, f"one of {WEIGHT_STRATEGIES}")
-        if self.strategy == "group":
+        if self.strategy in ("group", "tensor_group"):
             _require(
                 self.group_size is not None and self.group_size > 0,
                 "group_size",
                 self.group_size,
-                "a positive number for the strategy 'group'",
+                "a positive number for scales by group",
             )
         else:
             _require(self.group_size is None, "group_size", self.group_size, f"None for the strategy {self.strategy!r}")
