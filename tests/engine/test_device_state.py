@@ -15,9 +15,9 @@ from octavo.core.scheduler import Scheduler, SchedulerConfig
 from octavo.core.step import ScheduledRequest, Step
 from octavo.engine import device_state
 from octavo.engine.device_state import DeviceState
-from octavo.engine.graphs import graph_sizes
+from octavo.engine.graphs import decode_shapes
 from octavo.engine.inputs import BlockTables, build_inputs
-from octavo.engine.packing import PromptShape
+from octavo.engine.packing import DecodeShape, PromptShape
 from octavo.engine.prompt_graphs import MAX_DECODE_CONTEXT, MAX_PROMPT_PAIRS, fitting_shape, prompt_shapes
 from octavo.engine.sampler import SamplingRow
 from octavo.ops import keep_tokens, sampling_inputs
@@ -90,7 +90,7 @@ def test_a_token_in_flight_is_read_on_the_device_and_padding_computes_nothing() 
     keep_tokens(state.state, packed.samples[1], torch.tensor([41, 42]), state.sampled[:2])
     second = scheduler.schedule()
     assert second is not None and [item.token_ids for item in second.requests] == [[-1], [-1]]
-    ids, positions, inputs = state.prepare(state.send(second, padding=4))
+    ids, positions, inputs = state.prepare(state.send(second, padding=DecodeShape(4)))
     assert ids.tolist() == [41, 42, 0, 0]
     assert positions.tolist() == [3, 3, 0, 0]
     assert inputs.metadata[0].seq_lens.tolist() == [4, 4, 0, 0]
@@ -213,8 +213,12 @@ def test_sampling_parameters_reach_the_device_as_they_were_given() -> None:
     assert position.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 100, 256, 257, 512, 1000, 1024])
-def test_graph_sizes_end_at_the_most_requests(most: int) -> None:
-    sizes = graph_sizes(most)
-    assert sizes == sorted(set(sizes)) and sizes[-1] == most and sizes[0] == 1
-    assert all(b <= max(a * 2, a + 32) for a, b in pairwise(sizes))
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 16, 100, 256, 257, 512, 1000, 1024])
+def test_decode_shapes_end_at_the_most_requests(most: int) -> None:
+    shapes = decode_shapes(most, can_share=True)
+    assert [shape for shape in shapes if not shape.num_shared] == decode_shapes(most, can_share=False)
+    for kind, smallest in (0, 1), (1, 16):
+        sizes = [size for size, num_shared in shapes if num_shared == kind]
+        assert sizes == sorted(set(sizes))
+        assert sizes == [] if most < smallest else (sizes[0], sizes[-1]) == (smallest, most)
+        assert all(b <= max(a * 2, a + 32) for a, b in pairwise(sizes))

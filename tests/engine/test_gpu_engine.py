@@ -17,7 +17,7 @@ from octavo.core.step import Step
 from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.messages import EngineRequest
-from octavo.engine.packing import PromptShape
+from octavo.engine.packing import DecodeShape, PromptShape
 from octavo.engine.prompt_graphs import PromptGraphs
 from octavo.engine.runner import InFlight
 
@@ -83,7 +83,33 @@ def answers(engine: Engine, params: list[SamplingParams]) -> dict[str, list[int]
 def test_every_decode_size_was_captured(engine: Engine) -> None:
     graphs = engine._runner._graphs  # type: ignore[attr-defined]
     assert graphs.failure is None
-    assert [graphs.padded_size(n) for n in (1, 3, 4, 5, 17, 24, 25)] == [1, 4, 4, 8, 24, 24, None]
+    shapes = [graphs.padded_shape(n) for n in (1, 3, 4, 5, 17, 24, 25)]
+    assert shapes == [*[DecodeShape(size) for size in (1, 4, 4, 8, 24, 24)], None]
+    assert [graphs.padded_shape(n, 512) for n in (2, 16, 17)] == [DecodeShape(size, 512) for size in (16, 16, 24)]
+
+
+def test_decodes_that_begin_alike_take_their_graph_and_give_the_same_rows(engine: Engine, monkeypatch) -> None:
+    runner: Any = engine._runner
+    launch, used, errors = runner.launch, set(), []
+
+    @torch.inference_mode()
+    def compare(step: Step) -> InFlight:
+        shape, in_flight = runner._padding_of(step), launch(step)
+        if isinstance(shape, DecodeShape) and shape.num_shared:
+            used.add(shape)
+            shared = runner._graphs.run_body(shape)[: step.num_tokens].float().clone()
+            single = runner._model(*runner._state.prepare(runner._state.send(step))).float()
+            errors.append(float((shared - single).norm() / single.norm()))
+        return in_flight
+
+    monkeypatch.setattr(runner, "launch", compare)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    for i in range(20):
+        engine.add(EngineRequest(f"alike-{i}", [(3 * j) % 2000 for j in range(300)] + [i] * (1 + 9 * i), params))
+    while engine.has_work:
+        engine.step()
+    assert used == {DecodeShape(24, 288)} and len(errors) > 10
+    assert max(errors) < 0.02
 
 
 SERIAL = count()  # no prompt is found in the prefix cache

@@ -90,7 +90,7 @@ class Calls(PromptGraphs):
 
 
 class NoDecodes:
-    def padded_size(self, num_seqs: int) -> None:
+    def padded_shape(self, num_requests: int, num_shared: int = 0) -> None:
         return None
 
 

@@ -17,11 +17,12 @@ from octavo import ops
 from octavo.core.request import Request
 from octavo.core.scheduler import ScheduledRequest, Step
 from octavo.engine.device_state import DeviceState, PackedStep
-from octavo.engine.graphs import DecodeGraphs, Recorder, graph_sizes
-from octavo.engine.packing import Padding, PromptShape, Staging
+from octavo.engine.graphs import DecodeGraphs, Recorder, decode_shapes
+from octavo.engine.packing import DecodeShape, Padding, PromptShape, Staging
 from octavo.engine.prompt_graphs import PromptGraphs, prompt_shapes
 from octavo.engine.runner import NAN_LOGITS, InFlight, Runner, StepResult
 from octavo.engine.sampler import LogprobTensors, SamplingRow, gather_logprobs, logprob_entries
+from octavo.engine.shared_prefix import num_shared_tokens
 from octavo.models.base import CausalLM
 
 logger = logging.getLogger(__name__)
@@ -41,11 +42,14 @@ class _Launched(InFlight):
 
 
 class DeviceRunner(Runner):
-    """Computes steps of a model whose KV cache is bound, up to `max_steps_in_flight` of them launched ahead."""
+    """Computes steps of a model whose KV cache is bound, up to `max_steps_in_flight` of them launched ahead.
 
-    def __init__(self, model: CausalLM, state: DeviceState, use_graphs: bool) -> None:
+    `can_share`: decodes whose contexts begin alike take graphs of their own.
+    """
+
+    def __init__(self, model: CausalLM, state: DeviceState, use_graphs: bool, can_share: bool = False) -> None:
         super().__init__(model)
-        self._state = state
+        self._state, self._can_share = state, can_share
         self._host_sampled: dict[str, SamplingRow] = {}  # those that may need their tokens on the host
         self._drawn: set[str] = set()  # those that are not greedy
         self._with_logprobs: set[str] = set()
@@ -57,11 +61,11 @@ class DeviceRunner(Runner):
             self._prompt_graphs = PromptGraphs(model, state, recorder)
 
     @torch.inference_mode()
-    def capture(self, sizes: list[int]) -> bool:
-        """Capture the decode graphs of these batch sizes; False if the model cannot be."""
+    def capture(self, shapes: list[DecodeShape]) -> bool:
+        """Capture the decode graphs of these shapes; False if the model cannot be."""
         if self._graphs is None:
             return False
-        self._graphs.capture(sizes, {True: self._greedy_head, False: self._sampling_head})
+        self._graphs.capture(shapes, {True: self._greedy_head, False: self._sampling_head})
         return self._graphs.failure is None
 
     @torch.inference_mode()
@@ -69,6 +73,10 @@ class DeviceRunner(Runner):
         """Capture the graphs of small prompts of these shapes; where that fails, they are launched call by call."""
         if self._prompt_graphs is not None and self._prompt_graphs.failure is None:
             self._prompt_graphs.capture(shapes)
+
+    def decode_shapes(self) -> list[DecodeShape]:
+        """Shapes of decodes that get a graph."""
+        return decode_shapes(self._state.max_num_seqs, self._can_share)
 
     def prompt_shapes(self) -> list[PromptShape]:
         """Shapes of small prompts that get a graph."""
@@ -78,8 +86,8 @@ class DeviceRunner(Runner):
         """Launch what graphs of every size would hold, on padding."""
         self._state.write_padding()
         if self._graphs is not None and self._prompt_graphs is not None:
-            sizes = graph_sizes(self._state.max_num_seqs)
-            self._graphs.warm_up(sizes, {True: self._greedy_head, False: self._sampling_head})
+            heads = {True: self._greedy_head, False: self._sampling_head}
+            self._graphs.warm_up(self.decode_shapes(), heads)
             self._prompt_graphs.warm_up(self.prompt_shapes())
 
     def add(self, request: Request, row: SamplingRow) -> None:
@@ -118,16 +126,19 @@ class DeviceRunner(Runner):
         if self._graphs is None or self._prompt_graphs is None:
             return None
         count = len(step.requests)
-        return self._graphs.padded_size(count) if step.num_decodes == count else self._prompt_graphs.shape_for(step)
+        if step.num_decodes < count:
+            return self._prompt_graphs.shape_for(step)
+        shared = num_shared_tokens(step.requests, self._state.block_size) if self._can_share else 0
+        return self._graphs.padded_shape(count, shared)
 
     def _launch(self, step: Step, packed: PackedStep, padding: Padding) -> InFlight:
-        size = None
+        decoded = None
         if isinstance(padding, PromptShape):
             assert self._prompt_graphs is not None
             hidden = self._prompt_graphs.run_body(padding)
         elif padding is not None:
             assert self._graphs is not None
-            hidden, size = self._graphs.run_body(padding), padding
+            hidden, decoded = self._graphs.run_body(padding), padding
         else:
             hidden = self._model(*self._state.prepare(packed))
         launched = _Launched(step, StepResult(), packed.staging)
@@ -135,7 +146,7 @@ class DeviceRunner(Runner):
         if packed.samples is not None:
             sampling = [item for item in sampling if item.sample]
         if sampling:
-            self._sample_step(launched, sampling, packed, hidden, size)
+            self._sample_step(launched, sampling, packed, hidden, decoded)
         self._take_prompt_logprobs(step, hidden, launched.result)
         return launched
 
@@ -145,16 +156,16 @@ class DeviceRunner(Runner):
         sampling: list[ScheduledRequest],
         packed: PackedStep,
         hidden: Tensor,
-        size: int | None,
+        decoded: DecodeShape | None,
     ) -> None:
         count = len(sampling)
         if self._host_sampled and any(item.request.request_id in self._host_sampled for item in sampling):
             rows = hidden[:count] if packed.samples is None else hidden.index_select(0, packed.samples[0])
             self._sample(self._model.compute_logits(rows), sampling, launched.result)
             return
-        if size is not None and packed.samples is None and not self._with_logprobs:
+        if decoded is not None and packed.samples is None and not self._with_logprobs:
             assert self._graphs is not None
-            self._graphs.run_head(size, is_greedy=not self._drawn)
+            self._graphs.run_head(decoded, is_greedy=not self._drawn)
         else:
             if packed.samples is None:
                 hidden, rows, ends = hidden[:count], packed.rows[:count], self._state.tensors.seq_lens[:count]

@@ -17,7 +17,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.core.request import Request, RequestStatus
 from octavo.core.step import ScheduledRequest, Step
-from octavo.engine.packing import Layout, Padding, PromptShape, Staging, aligned, pack, words_needed
+from octavo.engine.packing import DecodeShape, Layout, Padding, PromptShape, Staging, aligned, pack, words_needed
 from octavo.engine.sampler import SamplingRow
 from octavo.layers.step import StepInputs
 from octavo.ops import AttentionMetadata
@@ -42,7 +42,8 @@ class PackedStep:
     """A step on the device: views of the packed vector.
 
     rows, starts: int32 [S] with padding. tokens: int32 [T]. query_start: int32 [S + 1]. samples: int32 [3, R] (row of
-    the hidden states, row of the state, sequence length), or None where all requests decode and sample.
+    the hidden states, row of the state, sequence length), or None where all requests decode and sample. num_shared:
+    int32 [1], leading tokens that all have in common, or None where that does not matter.
     """
 
     staging: Staging
@@ -53,6 +54,7 @@ class PackedStep:
     query_start: Tensor
     samples: Tensor | None
     num_decodes: int
+    num_shared: Tensor | None = None
 
 
 class DeviceState:
@@ -173,7 +175,8 @@ class DeviceState:
             samples = packed[layout.samples : layout.samples + 3 * layout.num_samples].view(3, -1)
         starts = packed[layout.starts : layout.starts + size]
         tokens = packed[layout.tokens : layout.tokens + layout.num_tokens]
-        return PackedStep(staging, layout, packed[:size], starts, tokens, query_start, samples, num_decodes)
+        shared = None if layout.shared is None else packed[layout.shared : layout.shared + 1]
+        return PackedStep(staging, layout, packed[:size], starts, tokens, query_start, samples, num_decodes, shared)
 
     def _transfer(self, staging: Staging, end: int, places: list[int], values: list[int]) -> None:
         """Send the first `end` words, and the changed entries behind them."""
@@ -229,16 +232,17 @@ class DeviceState:
                 num_decodes=packed.num_decodes,
                 query_lens_host=layout.query_lens,
                 seq_lens_host=layout.seq_lens,
+                num_shared=packed.num_shared,
             )
             for table, slots in zip(out.block_tables, out.slot_mappings, strict=True)
         )
         return out.input_ids, out.positions, StepInputs(metadata)
 
-    def decode_of(self, size: int) -> PackedStep:
-        """The views of a step of `size` decodes at any length: what a graph reads."""
-        layout = Layout.of(size, size)
+    def decode_of(self, shape: DecodeShape) -> PackedStep:
+        """The views of a step of decodes of any length that fits into `shape`: what a graph reads."""
+        layout = shape.layout()
         layout.max_seq_len = self.max_model_len
-        return self._views(self._staging[0], layout, size)
+        return self._views(self._staging[0], layout, shape.num_requests)
 
     def prompts_of(self, shape: PromptShape) -> PackedStep:
         """The same of any step that fits into `shape`. All its rows are a prompt's, and no length is on the host."""
@@ -258,6 +262,8 @@ class DeviceState:
         padding.tokens.zero_()
         if padding.layout.query_start is None:
             padding.starts.fill_(-1)
+            if padding.num_shared is not None:
+                padding.num_shared.zero_()
             return
         padding.starts.zero_()
         padding.starts[-1:].fill_(-padding.layout.num_tokens)

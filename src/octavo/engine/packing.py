@@ -23,7 +23,8 @@ class Layout:
     """Where the sections of a step of `num_seqs` requests (padding included) and `num_tokens` tokens begin.
 
     The rows are at 0. `query_start` is None where every request has one token, and `samples` (int32 [3, num_samples]:
-    row of the hidden states, row of the state, sequence length) where each of them samples as well.
+    row of the hidden states, row of the state, sequence length) where each of them samples as well. `shared` is where
+    the number of tokens stands that all requests share, or None where that does not matter.
     """
 
     num_seqs: int
@@ -32,6 +33,7 @@ class Layout:
     tokens: int
     end: int
     query_start: int | None = None
+    shared: int | None = None
     samples: int | None = None
     num_samples: int = 0
     max_query_len: int = 1
@@ -44,6 +46,24 @@ class Layout:
         """Rows, starts and tokens: all that a step of decodes has."""
         starts = aligned(num_seqs)
         return cls(num_seqs, num_tokens, starts, 2 * starts, aligned(2 * starts + num_tokens))
+
+
+class DecodeShape(NamedTuple):
+    """What a step of decodes may be padded to: a number of requests, which have `num_shared` leading tokens in common.
+
+    0 stands for no such tokens, or too few for kernels of their own.
+    """
+
+    num_requests: int
+    num_shared: int = 0
+
+    def layout(self) -> Layout:
+        """Where the sections are; `shared` is one of them where there are such tokens."""
+        layout = Layout.of(self.num_requests, self.num_requests)
+        if self.num_shared:
+            layout.shared = layout.end
+            layout.end = aligned(layout.end + 1)
+        return layout
 
 
 class Staging:
@@ -69,7 +89,7 @@ class Staging:
 
 def words_needed(max_num_seqs: int, max_num_tokens: int) -> int:
     """Room for the sections of any step, without changes of the state; a padded one has a request more."""
-    return 6 * aligned(max_num_seqs + 2) + aligned(max_num_tokens)
+    return 6 * aligned(max_num_seqs + 2) + aligned(max_num_tokens) + aligned(1)
 
 
 class PromptShape(NamedTuple):
@@ -90,8 +110,8 @@ class PromptShape(NamedTuple):
         return layout
 
 
-Padding = int | PromptShape | None
-"""What a step is padded to: a number of requests, where all decode; a shape, where they do not; or nothing."""
+Padding = DecodeShape | PromptShape | None
+"""What a step is padded to: the one where all requests decode, the other where they do not, or nothing."""
 
 
 def pack(words: Words, step: Step, rows: list[int], padding: Padding, padding_row: int) -> Layout:
@@ -100,11 +120,11 @@ def pack(words: Words, step: Step, rows: list[int], padding: Padding, padding_ro
     starts = [item.start for item in items]
     if step.num_decodes == len(items):
         assert not isinstance(padding, PromptShape)
-        layout = _pack_decodes(words, items, rows, starts, padding or len(items), padding_row)
+        layout = _pack_decodes(words, items, rows, starts, padding or DecodeShape(len(items)), padding_row)
         if all(item.sample for item in items):
             return layout
     else:
-        assert not isinstance(padding, int)
+        assert not isinstance(padding, DecodeShape)
         layout = _pack_mixed(words, step, rows, starts, padding)
         if padding is not None:
             _pad_mixed(words, layout, len(items), step.num_tokens, padding_row)
@@ -116,9 +136,14 @@ def pack(words: Words, step: Step, rows: list[int], padding: Padding, padding_ro
 
 
 def _pack_decodes(
-    words: Words, items: Sequence[ScheduledRequest], rows: list[int], starts: list[int], size: int, padding_row: int
+    words: Words,
+    items: Sequence[ScheduledRequest],
+    rows: list[int],
+    starts: list[int],
+    shape: DecodeShape,
+    padding_row: int,
 ) -> Layout:
-    layout, count = Layout.of(size, size), len(items)
+    layout, count, size = shape.layout(), len(items), shape.num_requests
     layout.max_seq_len = max(starts) + 1
     words[:count] = rows
     words[layout.starts : layout.starts + count] = starts
@@ -127,6 +152,8 @@ def _pack_decodes(
         words[count:size] = padding_row
         words[layout.starts + count : layout.starts + size] = -1
         words[layout.tokens + count : layout.tokens + size] = 0
+    if layout.shared is not None:
+        words[layout.shared] = shape.num_shared
     return layout
 
 

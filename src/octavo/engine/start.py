@@ -13,7 +13,6 @@ from octavo import ops
 from octavo.engine.config import EngineConfig
 from octavo.engine.device_runner import DeviceRunner
 from octavo.engine.device_state import DeviceState
-from octavo.engine.graphs import graph_sizes
 from octavo.engine.loading import LoadedModel
 from octavo.engine.memory import StepLimits
 from octavo.engine.runner import HostRunner, Runner, bind_cache
@@ -49,7 +48,7 @@ def build_runner(
     if not limits.uses_device_state:
         return HostRunner(loaded.model, groups, config.block_size, limits.max_num_seqs, max_model_len, loaded.device)
     runner = _device_runner(loaded, config, limits, max_model_len, use_graphs)
-    if runner.capture(graph_sizes(limits.max_num_seqs)):
+    if runner.capture(runner.decode_shapes()):
         runner.capture_prompts(runner.prompt_shapes())
     return runner
 
@@ -66,7 +65,9 @@ def _device_runner(
         loaded.device,
         limits.max_steps_in_flight + 1,
     )
-    return DeviceRunner(loaded.model, state, use_graphs)
+    spec, *others = (group.spec for group in loaded.groups)
+    can_share = not others and spec.kind == "full" and config.enable_prefix_caching and not config.deterministic
+    return DeviceRunner(loaded.model, state, use_graphs, can_share)
 
 
 def compile_kernels(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) -> int:
@@ -115,7 +116,7 @@ def measure_step(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) 
     if config.enforce_eager:
         return StepMemory(num_bytes, False)
     runner = _device_runner(loaded, config, limits, _length(loaded, config), True)
-    largest, *others = graph_sizes(limits.max_num_seqs)[::-1]
+    largest, *others = sorted(runner.decode_shapes(), reverse=True)
     can_capture = runner.capture([largest])
     after_one = after_two = _free_bytes(loaded.device)
     if can_capture and others:

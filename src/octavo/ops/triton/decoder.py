@@ -3,7 +3,8 @@
 A step of few rows that are all decodes takes five launches a layer: norm and qkv, rotary and store and attention,
 output projection and residual, norm and gate and up and activation, down projection and residual. Each reads its
 weights about once, and starts while the one ahead still runs. Other steps take single operations, with the residual
-added by the norm; and layers whose inputs are rounded to 8 bits let the norm and the activation round them.
+added by the norm; and layers whose inputs are rounded to 8 bits let the norm and the activation round them, and apply
+the scales of the product ahead where that left them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torch import Tensor
 from octavo.ops.kv_cache import AttentionMetadata, KVCache
 from octavo.ops.packed_weight import PackedWeight
 from octavo.ops.triton import runtime
+from octavo.ops.triton.scaled import Scaled
 from octavo.ops.triton.weights import TritonWeight
+from octavo.ops.triton.weights_8bit import Triton8Bit
 
 if TYPE_CHECKING:
     from octavo.ops.decoder import DecoderLayer
@@ -37,6 +40,8 @@ _norm_quant = runtime.lazy("elementwise", "add_rms_norm_quant")
 _gated_quant = runtime.lazy("elementwise", "gated_quant")
 _silu_mul = runtime.lazy("elementwise", "silu_mul")
 _gelu_tanh_mul = runtime.lazy("elementwise", "gelu_tanh_mul")
+_quantize_rows = runtime.lazy("quantize", "quantize_rows")
+_apply_scales = runtime.lazy("linear_8bit_parts", "apply_scales")
 
 
 def rejects(layers: Sequence[DecoderLayer]) -> str | None:
@@ -92,11 +97,12 @@ def fuse(layers: Sequence[DecoderLayer]) -> Callable[..., tuple[Tensor, Tensor] 
 
 
 def _attend(
-    layer: DecoderLayer, qkv: Tensor, positions: Tensor, cos_sin: Tensor, cache: KVCache, meta: AttentionMetadata
+    layer: DecoderLayer, qkv: Tensor | Scaled, positions: Tensor, cos_sin: Tensor, cache: KVCache, meta: AttentionMetadata
 ) -> Tensor:
     heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
     norms = (layer.q_norm, layer.k_norm, layer.head_eps, False)
-    if meta.num_decodes == qkv.shape[0] <= ATTENDED_ROWS:
+    rows = positions.shape[0]
+    if meta.num_decodes == rows <= ATTENDED_ROWS and meta.num_shared is None:
         options = (layer.scale, layer.window, layer.softcap)
         out = _rotary_and_attend(qkv, positions, cos_sin, cache, meta, *heads, *options, *norms)
         if out is not NotImplemented:
@@ -141,25 +147,45 @@ def _run_many(
     metadata: Sequence[AttentionMetadata],
 ) -> tuple[Tensor, Tensor]:
     residual: Tensor | None = None
+    y: Tensor | Scaled = x
     for layer, cache, meta in zip(layers, caches, metadata, strict=True):
         before, residual = residual, x if residual is None else residual
-        qkv = _normed_product(x, before, layer.input_norm, layer.eps, layer.qkv, layer.qkv_bias)
-        y = _attend(layer, qkv, positions, cos_sin, cache, meta)
-        y = layer.output.linear(y, layer.output_bias, torch.bfloat16)
+        qkv = _normed_product(y, before, layer.input_norm, layer.eps, layer.qkv, layer.qkv_bias)
+        y = _product(_attend(layer, qkv, positions, cos_sin, cache, meta), layer.output, layer.output_bias)
         y = _normed_product(y, residual, layer.post_norm, layer.eps, layer.gate_up, layer.gate_up_bias)
-        x = _gated_product(y, layer.activation, layer.down, layer.down_bias)
+        y = _gated_product(y, layer.activation, layer.down, layer.down_bias)
     assert residual is not None
-    return x, residual
+    return _whole(y), residual
+
+
+def _whole(x: Tensor | Scaled) -> Tensor:
+    """x for who takes no scales."""
+    whole: Tensor = _apply_scales(x) if isinstance(x, Scaled) else x
+    return whole
+
+
+def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor | Scaled:
+    kind = _own_kind(weight)
+    if kind is not None and isinstance(weight, Triton8Bit):
+        return _quantized_product(*_quantize_rows(x, kind), weight, bias)
+    return weight.linear(x, bias, torch.bfloat16)
+
+
+def _quantized_product(codes: Tensor, scale: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor | Scaled:
+    """What reads it can apply the scales, but no bias after them."""
+    if bias is None and isinstance(weight, Triton8Bit):
+        return weight.linear_for_reader(codes, scale)
+    return weight.linear_quantized(codes, scale, bias, torch.bfloat16)
 
 
 def _normed_product(
-    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: PackedWeight, bias: Tensor | None
-) -> Tensor:
+    x: Tensor | Scaled, residual: Tensor | None, norm: Tensor, eps: float, weight: PackedWeight, bias: Tensor | None
+) -> Tensor | Scaled:
     """The product of the norm of x plus the residual, which is changed in place."""
     kind = _own_kind(weight)
     if kind is not None:
-        codes, scale = _norm_quant(x, residual, norm, eps, kind)
-        return weight.linear_quantized(codes, scale, bias, torch.bfloat16)  # type: ignore[attr-defined]
+        return _quantized_product(*_norm_quant(x, residual, norm, eps, kind), weight, bias)
+    x = _whole(x)
     y = _rms_norm(x, norm, eps) if residual is None else _add_rms_norm(x, residual, norm, eps)
     return weight.linear(y, bias, torch.bfloat16)
 
@@ -169,10 +195,10 @@ def _own_kind(weight: PackedWeight) -> str | None:
     return weight.input_kind if weight.input_scale is None else None
 
 
-def _gated_product(x: Tensor, activation: str, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+def _gated_product(x: Tensor | Scaled, activation: str, weight: PackedWeight, bias: Tensor | None) -> Tensor | Scaled:
     kind = _own_kind(weight)
     if kind is not None:
-        codes, scale = _gated_quant(x, activation, kind)
-        return weight.linear_quantized(codes, scale, bias, torch.bfloat16)  # type: ignore[attr-defined]
+        return _quantized_product(*_gated_quant(x, activation, kind), weight, bias)
+    x = _whole(x)
     y = _silu_mul(x) if activation == "silu" else _gelu_tanh_mul(x)
     return weight.linear(y, bias, torch.bfloat16)
