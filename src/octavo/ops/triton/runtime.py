@@ -74,12 +74,17 @@ def counters(device: torch.device, needed: int = 0) -> torch.Tensor:
     return found
 
 
+@functools.cache
+def one(device: torch.device) -> torch.Tensor:
+    """The number 1, float32: a scale that changes nothing. Made when a weight is packed, as `counters` are."""
+    return torch.ones((), device=device)
+
+
 class Tile(NamedTuple):
     """Sizes of a product kernel: rows of x, rows and stored columns of the weight, parts of K, warps, stages.
 
     One row of x means the kernel without matrix units. Stored columns are bf16 values, 8-bit codes or words of 4-bit
-    ones. No part of K means cuBLAS, with kernels of their own for what would have been fused; -p means equal shares for
-    p programs on each multiprocessor (`linear_stream.py`).
+    ones. No part of K means cuBLAS, with kernels of their own for what would have been fused.
     """
 
     rows: int
@@ -186,7 +191,7 @@ def stages(tile: Tile, block_k: int, kind: str, group: int, has_offset: bool, is
 
 
 def shared_bytes(tile: Tile, block_k: int, kind: str, group: int, has_offset: bool, is_gated: bool, stages: int) -> int:
-    """A bound of the shared memory of `linear.few_rows_kernel` and of `linear_stream.stream_kernel`.
+    """A bound of the shared memory of `linear.few_rows_kernel`.
 
     A tile of bf16 stays there while it is multiplied, codes leave for registers. Scales that differ within a row of
     the tile, and offsets, are loaded for every weight. There is room for a tile that changes threads, in float32
@@ -199,8 +204,6 @@ def shared_bytes(tile: Tile, block_k: int, kind: str, group: int, has_offset: bo
     if kind != "bf16" and (has_offset or group % block_k):
         each += 4 * block_k * (2 if has_offset else 1)
     moved = (4 * tile.n if kind != "bf16" else 4 * tile.rows) * block_k
-    if tile.split < 0:  # blocks are written while tiles of the next one arrive
-        moved = max(moved, 4 * tile.rows * tile.n)
     buffers = stages if kind == "bf16" else stages - 1
     return buffers * weights * each + stages * (2 * tile.rows + 4) * block_k + moved
 
