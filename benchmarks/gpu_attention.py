@@ -22,7 +22,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.ops import reference
-from octavo.ops.triton import attention_cudnn, runtime
+from octavo.ops.triton import attention_cudnn, attention_plans, runtime
 from octavo.ops.triton.attention import paged_attention
 from octavo.ops.triton.attention_decode import decode
 from octavo.ops.triton.attention_fused import rotary_and_attend
@@ -132,10 +132,12 @@ def check_prefill(block_size: int) -> None:
             out = poisoned(q)
             prefill(q, cache, meta, out, 0, 6, q.shape[0], HEAD**-0.5, tiles=tiles)
             report(f"prefill {name} {tuple(tiles)}", error(out, expected))
-    kept = attention_cudnn.MIN_SCORES, attention_cudnn.MIN_SCORES_WITH_PAST
-    attention_cudnn.MIN_SCORES = attention_cudnn.MIN_SCORES_WITH_PAST = 0
+    limits = {name: getattr(attention_plans, name) for name in dir(attention_plans) if name.startswith("MIN_")}
+    for name in limits:
+        setattr(attention_plans, name, 1)
     report("entry with cuDNN", error(run_entry(q, cache, meta), expected))
-    attention_cudnn.MIN_SCORES, attention_cudnn.MIN_SCORES_WITH_PAST = kept
+    for name, value in limits.items():
+        setattr(attention_plans, name, value)
     for options in ((100,), (None, 20.0, torch.randn(16, device=GPU))):
         out = poisoned(q)
         prefill(q, cache, meta, out, 0, 6, q.shape[0], HEAD**-0.5, *options)
@@ -292,9 +294,7 @@ def time_prefill(block_size: int) -> None:
         for tiles in PREFILL_VARIANTS:
             call = partial(prefill, q, cache, meta, out, 0, count, count * rows, HEAD**-0.5, tiles=tiles)
             show(f"{tuple(tiles)}", call, flops)
-        attempts: dict[str, Callable[[], object]] = {
-            "entry": partial(run_entry, q, cache, meta)
-        }
+        attempts: dict[str, Callable[[], object]] = {"entry": partial(run_entry, q, cache, meta)}
         attempts["gather alone"] = partial(attention_cudnn.gather, cache, meta.block_table, 0, past + rows, q.dtype)
         if past == 0:
             k, v = attention_cudnn.gather(cache, meta.block_table, 0, rows, q.dtype)
