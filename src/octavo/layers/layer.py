@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from octavo.checkpoint.quantized import QuantizedWeight
-from octavo.ops import PackedWeight
+from octavo.ops import PackedExperts, PackedWeight
 
 
 class Layer(nn.Module):
@@ -29,7 +29,7 @@ class Block:
     """A group of layers that is called as one; not a module, so that its parts are found at once."""
 
 
-def weights_of(root: object) -> Iterator[Tensor | PackedWeight | QuantizedWeight]:
+def weights_of(root: object) -> Iterator[Tensor | PackedWeight | PackedExperts | QuantizedWeight]:
     """Every weight below `root`, once each; KV caches and other state are none."""
     seen: set[int] = set()
     pending = [root]
@@ -38,7 +38,7 @@ def weights_of(root: object) -> Iterator[Tensor | PackedWeight | QuantizedWeight
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, (Tensor, PackedWeight, QuantizedWeight)):
+        if isinstance(value, (Tensor, PackedWeight, PackedExperts, QuantizedWeight)):
             yield value
         elif isinstance(value, (nn.Module, Block)):
             pending.extend(vars(value).values())

@@ -40,9 +40,12 @@ class WeightSource:
         self.quantization = quantization
         self.deterministic = deterministic
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A dense tensor in the model's dtype. `CheckpointError` names it when it is missing or has another shape."""
-        return self.checkpoint.tensor(name, shape).to(device=self.device, dtype=self.dtype)
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """A dense tensor in the model's dtype, or in `dtype`.
+
+        `CheckpointError` names it when it is missing or has another shape.
+        """
+        return self.checkpoint.tensor(name, shape).to(device=self.device, dtype=dtype or self.dtype)
 
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
         """The weight [out, in] of a linear module, quantized where the checkpoint (or `quantization`) has it so.
@@ -58,9 +61,13 @@ class WeightSource:
                     param="quantization",
                 )
             return self._moved(value)
+        return self.quantized(value)
+
+    def quantized(self, weight: Tensor) -> Weight:
+        """A dense weight [out, in] as a linear module is to have it: quantized where `quantization` says so."""
         if self.quantization is not None:
-            return quantize_weight(value.to(self.device), self.quantization)
-        return self._moved(value)
+            return quantize_weight(weight.to(self.device), self.quantization)
+        return self._moved(weight)
 
     def embedding(self, module: str, shape: tuple[int, int]) -> Weight:
         """The weight [vocabulary, hidden] of an embedding or output layer; never quantized on load."""

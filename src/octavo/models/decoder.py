@@ -12,6 +12,7 @@ from octavo.errors import CheckpointError
 from octavo.layers.activation import GATED_ACTIVATIONS, gated_activation
 from octavo.layers.attention import Attention
 from octavo.layers.embedding import embedding_and_output
+from octavo.layers.experts import ExpertNames, Experts, ExpertsConfig
 from octavo.layers.layer import Block
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
@@ -47,6 +48,7 @@ class DecoderConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    experts: ExpertsConfig | None = None
 
     def unsupported_reason(self) -> str | None:
         """Why the blocks of this file cannot compute such a model, or None."""
@@ -56,20 +58,21 @@ class DecoderConfig:
             return f"{self.num_heads} attention heads are not a multiple of {self.num_kv_heads} KV heads"
         if self.head_dim % 2:
             return f"the head size {self.head_dim} is odd"
-        return self.rope.unsupported_reason()
+        routing = None if self.experts is None else self.experts.routing.unsupported_reason()
+        return routing or self.rope.unsupported_reason()
 
 
 def common_fields(config: dict[str, Any]) -> dict[str, Any]:
     """Fields of `DecoderConfig` that every family of this file reads the same way, with transformers' defaults."""
-    heads = _required(config, "num_attention_heads")
-    hidden = _required(config, "hidden_size")
+    heads = required(config, "num_attention_heads")
+    hidden = required(config, "hidden_size")
     head_dim = config.get("head_dim") or hidden // heads
-    max_position = _required(config, "max_position_embeddings")
-    layers = _required(config, "num_hidden_layers")
+    max_position = required(config, "max_position_embeddings")
+    layers = required(config, "num_hidden_layers")
     return {
-        "vocab_size": _required(config, "vocab_size"),
+        "vocab_size": required(config, "vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": _required(config, "intermediate_size"),
+        "intermediate_size": required(config, "intermediate_size"),
         "num_layers": layers,
         "num_heads": heads,
         "num_kv_heads": config.get("num_key_value_heads") or heads,
@@ -83,7 +86,7 @@ def common_fields(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _required(config: dict[str, Any], key: str) -> int:
+def required(config: dict[str, Any], key: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or value <= 0:
         raise CheckpointError(
@@ -101,7 +104,7 @@ class DecoderLayer(Block):
         self.input_norm = load_norm(source, f"{prefix}.input_layernorm", config.hidden_size, config.eps)
         self.attention = SelfAttention(index, config, source, f"{prefix}.self_attn")
         self.post_norm = load_norm(source, f"{prefix}.post_attention_layernorm", config.hidden_size, config.eps)
-        self.mlp = GatedMLP(config, source, f"{prefix}.mlp")
+        self.mlp = feed_forward(index, config, source, prefix)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, cos_sin: Tensor, step: StepInputs
@@ -118,7 +121,9 @@ class DecoderLayer(Block):
 
     @property
     def is_merged(self) -> bool:
-        """Whether each of its products has one packed weight (projections in different formats stay apart)."""
+        """Whether it is dense and each product has one packed weight (projections in different formats stay apart)."""
+        if not isinstance(self.mlp, GatedMLP):
+            return False
         linears = (self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down)
         return all(len(linear.packed) == 1 for linear in linears)
 
@@ -152,8 +157,8 @@ class SelfAttention(Block):
 class GatedMLP(Block):
     """`down(activation(gate(x)) * up(x))` with gate and up in one product."""
 
-    def __init__(self, config: DecoderConfig, source: WeightSource, prefix: str) -> None:
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    def __init__(self, config: DecoderConfig, source: WeightSource, prefix: str, inner: int) -> None:
+        hidden, bias = config.hidden_size, config.mlp_bias
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
         self.gate_up = Linear.load(source, names, hidden, [inner, inner], bias)
         self.down = Linear.load(source, [f"{prefix}.down_proj"], inner, [hidden], bias)
@@ -161,6 +166,35 @@ class GatedMLP(Block):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.gate_up(x)))
+
+
+class MixtureMLP(Block):
+    """Routed experts, and beside them one that every token passes where the model has it."""
+
+    def __init__(self, config: DecoderConfig, experts: ExpertsConfig, source: WeightSource, layer: str) -> None:
+        names = expert_names(source, layer)
+        self.routed = Experts(experts, config.hidden_size, config.activation, source, names)
+        shared = f"{names.module}.shared_experts"
+        self.shared = GatedMLP(config, source, shared, experts.shared_size) if experts.shared_size else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        routed = self.routed(x)
+        return routed if self.shared is None else routed + self.shared(x)
+
+
+def feed_forward(index: int, config: DecoderConfig, source: WeightSource, layer: str) -> GatedMLP | MixtureMLP:
+    """What follows attention in the layer of this index and module name."""
+    if config.experts is not None and config.experts.layers[index]:
+        return MixtureMLP(config, config.experts, source, layer)
+    return GatedMLP(config, source, f"{layer}.mlp", config.intermediate_size)
+
+
+def expert_names(source: WeightSource, layer: str) -> ExpertNames:
+    """The names of a mixture: Mixtral's own, or those that all others have."""
+    mixtral = f"{layer}.block_sparse_moe"
+    if f"{mixtral}.gate.weight" in source.checkpoint:
+        return ExpertNames(mixtral, "w1", "w3", "w2")
+    return ExpertNames(f"{layer}.mlp")
 
 
 class DecoderLM(CausalLM):

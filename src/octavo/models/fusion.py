@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from octavo import ops
 from octavo.ops.decoder import FusedDecoder
 
 if TYPE_CHECKING:
-    from octavo.models.decoder import DecoderConfig, DecoderLayer
+    from octavo.models.decoder import DecoderConfig, DecoderLayer, GatedMLP
 
 FUSED_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -23,7 +23,7 @@ def fuse_layers(layers: Sequence[DecoderLayer], config: DecoderConfig) -> FusedD
 
 
 def _describe(layer: DecoderLayer, config: DecoderConfig) -> ops.DecoderLayer:
-    attention, mlp = layer.attention, layer.mlp
+    attention, mlp = layer.attention, cast("GatedMLP", layer.mlp)  # such is a merged layer's
     return ops.DecoderLayer(
         qkv=attention.qkv.packed[0],
         output=attention.output.packed[0],

@@ -16,8 +16,10 @@ from octavo.layers.weights import WeightSource
 from octavo.models.base import CausalLM
 from octavo.models.decoder import DecoderConfig, DecoderLM
 from octavo.models.llama import granite_config, llama_config, mistral_config
+from octavo.models.mixtral import mixtral_config
 from octavo.models.qwen2 import qwen2_config
 from octavo.models.qwen3 import qwen3_config
+from octavo.models.qwen3_moe import qwen3_moe_config
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ NATIVE: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
     "GraniteForCausalLM": granite_config,
     "Qwen2ForCausalLM": qwen2_config,
     "Qwen3ForCausalLM": qwen3_config,
+    "MixtralForCausalLM": mixtral_config,
+    "Qwen3MoeForCausalLM": qwen3_moe_config,
 }
 MODEL_IMPLS = ("auto", "native", "transformers")
 _SMALL_WEIGHT = 2**23  # elements of a layer's largest weight

@@ -2,6 +2,7 @@
 
 from octavo.ops.compile_ahead import compile_ahead, plan_attention
 from octavo.ops.decoder import DecoderLayer, FusedDecoder, fuse_decoder
+from octavo.ops.experts import Expert, PackedExperts, experts, pack_experts
 from octavo.ops.functions import (
     add_rms_norm,
     argmax,
@@ -34,8 +35,10 @@ __all__ = [
     "NUM_SAMPLING_WORDS",
     "AttentionMetadata",
     "DecoderLayer",
+    "Expert",
     "FusedDecoder",
     "KVCache",
+    "PackedExperts",
     "PackedWeight",
     "RequestState",
     "StepTensors",
@@ -43,11 +46,13 @@ __all__ = [
     "argmax",
     "compile_ahead",
     "default_dtype",
+    "experts",
     "fuse_decoder",
     "gelu_tanh_mul",
     "keep_tokens",
     "linear",
     "log_softmax",
+    "pack_experts",
     "pack_weight",
     "paged_attention",
     "plan_attention",

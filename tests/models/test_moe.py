@@ -1,0 +1,68 @@
+"""Mixtures of experts: logits equal transformers' however the tokens are scheduled, and every field read moves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Driver, assert_close, check_all_schedules, load, random_tokens, reference_logits, save_random
+from transformers import MixtralConfig, Qwen3MoeConfig
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+QWEN: dict[str, Any] = {**SMALL, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+CASES: dict[str, Any] = {
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=5),
+    "mixtral-window": MixtralConfig(**SMALL, num_local_experts=4, sliding_window=20),
+    "qwen3-moe": Qwen3MoeConfig(**QWEN, head_dim=16),
+    "qwen3-moe-dense-layer": Qwen3MoeConfig(
+        **{**QWEN, "num_hidden_layers": 3}, mlp_only_layers=[0], norm_topk_prob=True, attention_bias=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    reference = save_random(CASES[name], tmp_path)
+    check_all_schedules(load(tmp_path, model_impl="native"), reference)
+
+
+FIELDS = [
+    ("mixtral", {"num_experts_per_tok": 3}),
+    ("mixtral", {"sliding_window": 9}),
+    ("mixtral", {"rms_norm_eps": 0.3}),
+    ("qwen3-moe", {"norm_topk_prob": True}),
+    ("qwen3-moe", {"num_experts_per_tok": 2}),
+    ("qwen3-moe", {"decoder_sparse_step": 2}),
+    ("qwen3-moe", {"mlp_only_layers": [1]}),
+    ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 9}),
+    ("qwen3-moe", {"hidden_act": "gelu_pytorch_tanh"}),
+]
+
+
+def logits_of(path: Path, tokens: list[int]) -> torch.Tensor:
+    driver = Driver(load(path, model_impl="native"))
+    sequence = driver.add(tokens)
+    driver.step([(sequence, len(tokens))])
+    return torch.stack([sequence.logits[position] for position in range(len(tokens))])
+
+
+@pytest.mark.parametrize(("name", "change"), FIELDS, ids=[f"{name}-{'-'.join(change)}" for name, change in FIELDS])
+def test_each_field_moves_the_logits_as_in_transformers(name: str, change: dict[str, Any], tmp_path: Path) -> None:
+    base = CASES[name]
+    before, after = tmp_path / "before", tmp_path / "after"
+    save_random(base, before)
+    reference = save_random(type(base)(**{**base.to_dict(), **change}), after)
+    tokens = random_tokens(SMALL["vocab_size"], 50, seed=3)
+    was, now = logits_of(before, tokens), logits_of(after, tokens)
+    assert (now - was).abs().max() > 0.02 * (was.max() - was.min()), "the field does not matter in this test"
+    assert_close(now, reference_logits(reference, tokens))
