@@ -17,7 +17,7 @@ def asked_for(heads: int, rows: list[int], contexts: list[int]) -> set[Plan]:
     for piece in cut_step(heads, rows, contexts):
         if piece.by_cudnn:
             past = piece.context - piece.rows
-            asked.add(plan_of(1 if past else piece.count, piece.rows, piece.rows, True))
+            asked.add(plan_of(1 if past else piece.num_requests, piece.rows, piece.rows, True))
             asked |= {plan_of(1, piece.rows, past, False)} if past else set()
     return asked
 
@@ -65,7 +65,7 @@ def test_pieces_hold_every_request_once_and_in_order(seed: int) -> None:
     first = 0
     pieces = cut_step(32, rows, contexts)
     for piece in pieces:
-        end = first + piece.count
+        end = first + piece.num_requests
         assert sum(rows[first:end]) == piece.total_rows
         if piece.by_cudnn:
             assert set(zip(rows[first:end], contexts[first:end], strict=True)) == {(piece.rows, piece.context)}

@@ -19,11 +19,10 @@ MIN_SCORES_AFTER_PAST = 1_000_000_000
 
 
 class Piece(NamedTuple):
-    """`count` neighbours in a step, each with `rows` new tokens at the end of `context`; (rows, context) varies in a
-    piece that is not cuDNN's, and is 0 there."""
+    """Neighbours in a step; those of cuDNN have `rows` new tokens each at the end of `context`, others any number."""
 
     by_cudnn: bool
-    count: int
+    num_requests: int
     total_rows: int
     rows: int = 0
     context: int = 0
@@ -49,7 +48,7 @@ def cut_step(heads: int, lengths: list[int], contexts: list[int]) -> list[Piece]
             left -= count
         if left:
             before = pieces.pop() if pieces and not pieces[-1].by_cudnn else Piece(False, 0, 0)
-            pieces.append(Piece(False, before.count + left, before.total_rows + left * rows))
+            pieces.append(Piece(False, before.num_requests + left, before.total_rows + left * rows))
     return pieces
 
 
