@@ -128,7 +128,8 @@ def build_decode(
 def build_shared(group: int, head_dim: int, block_size: int, cache: torch.dtype) -> int:
     constants = attention_constants(group, head_dim, block_size, False)
     del constants["HAS_SINKS"]
-    tile = attention_decode.tile_for(head_dim, group, torch.bfloat16, cache).keys
+    keys = attention_decode.tile_for(head_dim, group, torch.bfloat16, cache).keys
+    tile = min(attention_shared.MOST_KEYS, keys)
     constants |= {"BLOCK_M": attention_shared.ROWS, "BLOCK_N": tile}
     label = f"shared group {group} head {head_dim} block {block_size} {str(cache)[6:]}"
     return build(label, attention_shared.shared_kernel, constants, 4, 3, torch.bfloat16, cache)

@@ -27,6 +27,7 @@ from octavo.ops.triton.attention_decode import (
 )
 
 ROWS = 64  # queries a tile: what one instruction of the matrix units takes
+MOST_KEYS = 64  # a tile: with 128, registers would be spilled
 _MOST_SPLITS = 8  # parts of the shared keys: each is merged again by every request
 
 
@@ -89,7 +90,7 @@ def decode_shared(
     group = heads // kv_heads
     tiles = triton.cdiv(requests * group, ROWS)
     if block_n is None:
-        block_n = tile_for(head_dim, group, q.dtype, cache.dtype).keys
+        block_n = min(MOST_KEYS, tile_for(head_dim, group, q.dtype, cache.dtype).keys)
     if num_splits is None:
         programs = 2 * runtime.num_multiprocessors(q.device)
         num_splits = max(1, min(_MOST_SPLITS, programs // (tiles * kv_heads)))
