@@ -36,7 +36,14 @@ class Driver:
         self.group_specs = list(dict.fromkeys(self.specs))
         groups = [self.group_specs.index(spec) for spec in self.specs]
         self.caches = [
-            KVCache.allocate(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, model.dtype)
+            KVCache.allocate(
+                num_blocks,
+                block_size,
+                spec.num_kv_heads,
+                spec.head_dim,
+                model.dtype,
+                shares_values=spec.shares_values,
+            )
             for spec in self.specs
         ]
         for cache in self.caches:
@@ -134,6 +141,9 @@ def spread_weights(model: Any, seed: int = 0, std: float = 0.25) -> None:
                 parameter.copy_(noise * 0.3)
             else:
                 parameter.add_(noise * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3)
 
 
 def save_random(config: Any, path: Path, seed: int = 0, std: float = 0.25) -> Any:

@@ -20,6 +20,8 @@ MAX_GROUPS = 8
 class KVCacheSpec:
     """What one layer stores of a token: `2 * num_kv_heads * head_dim` elements (keys and values).
 
+    With `shares_values` it is half of that: the values are columns of the keys (latent attention).
+
     `kind` names an entry of `CACHE_KINDS`. `window` counts the positions that a query sees, itself included, and is
     given for kind "sliding" only. `bytes_per_element` may be a fraction (packed caches).
     """
@@ -29,6 +31,7 @@ class KVCacheSpec:
     head_dim: int
     window: int | None = None
     bytes_per_element: float = 2
+    shares_values: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in CACHE_KINDS:
@@ -41,7 +44,8 @@ class KVCacheSpec:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in one layer of this kind."""
-        return round(2 * self.num_kv_heads * self.head_dim * self.bytes_per_element)
+        tensors = 1 if self.shares_values else 2
+        return round(tensors * self.num_kv_heads * self.head_dim * self.bytes_per_element)
 
     @property
     def behaviour(self) -> CacheKind:
@@ -156,12 +160,12 @@ def group_layers(specs: Sequence[KVCacheSpec]) -> list[CacheGroup]:
 def cache_layout(groups: Sequence[CacheGroup]) -> CacheLayout:
     """Assign tensors to layers: the j-th layers of groups with the same shape share one, since their blocks differ."""
     slots: list[KVCacheSpec] = []
-    index_of: dict[tuple[int, int, float, int], int] = {}
+    index_of: dict[tuple[int, int, float, bool, int], int] = {}
     slot_of_layer = [0] * sum(len(group.layers) for group in groups)
     for group in groups:
         spec = group.spec
         for j, layer in enumerate(group.layers):
-            shape = (spec.num_kv_heads, spec.head_dim, spec.bytes_per_element, j)
+            shape = (spec.num_kv_heads, spec.head_dim, spec.bytes_per_element, spec.shares_values, j)
             if shape not in index_of:
                 index_of[shape] = len(slots)
                 slots.append(spec)

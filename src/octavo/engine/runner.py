@@ -58,7 +58,14 @@ def bind_cache(
     layout = cache_layout(groups)
     caches = [
         KVCache.allocate(
-            num_blocks, block_size, slot.num_kv_heads, slot.head_dim, dtype, device, deterministic=deterministic
+            num_blocks,
+            block_size,
+            slot.num_kv_heads,
+            slot.head_dim,
+            dtype,
+            device,
+            deterministic=deterministic,
+            shares_values=slot.shares_values,
         )
         for slot in layout.slots
     ]

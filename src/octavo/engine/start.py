@@ -135,7 +135,9 @@ def measure_step(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) 
 def _plan_attention(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) -> None:
     """Plans of long prompts' attention: before memory is measured, which they keep some of, on the thread of steps."""
     layers = [] if config.deterministic else loaded.model.attention_layers()
-    shapes = {(x.num_heads, x.num_kv_heads, x.head_dim) for x in layers if x.window is None and x.softcap is None}
+    shapes = {
+        (x.num_heads, x.num_kv_heads, x.head_dim) for x in layers if not (x.window or x.softcap or x.shares_values)
+    }
     sizes = (limits.max_num_batched_tokens, _length(loaded, config), limits.max_num_seqs)
     num_plans = sum(ops.plan_attention(*shape, loaded.dtype, loaded.device, *sizes) for shape in shapes)
     logger.info("%d plans for the attention of long prompts", num_plans)

@@ -10,8 +10,8 @@ from octavo.layers.step import StepInputs
 from octavo.ops import KVCache
 
 
-class Attention(Layer):
-    """Causal attention of one layer with grouped KV heads, over the pages that the engine bound to it.
+class PagedLayer(Layer):
+    """What the engine knows of a layer's attention: its shape, and the pages that it bound to it.
 
     `window` counts the tokens that a query may see, itself included. `cache` and `group` (the index of the layer's
     metadata in `StepInputs`) are bound by the engine after loading.
@@ -19,6 +19,7 @@ class Attention(Layer):
 
     cache: KVCache
     group: int
+    shares_values = False  # whether the values are columns of the keys, which are then stored alone
 
     def __init__(
         self,
@@ -43,6 +44,13 @@ class Attention(Layer):
         """Gives the layer its pages and the group whose block table describes them."""
         self.cache = cache
         self.group = group
+
+    def extra_repr(self) -> str:
+        return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, window={self.window}"
+
+
+class Attention(PagedLayer):
+    """Causal attention of one layer with grouped KV heads, over its pages."""
 
     def forward(
         self,
@@ -82,6 +90,3 @@ class Attention(Layer):
         meta = step.metadata[self.group]
         ops.store_kv(k, v, self.cache, meta)
         return ops.paged_attention(q, self.cache, meta, self.scale, self.window, self.softcap, sinks)
-
-    def extra_repr(self) -> str:
-        return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, window={self.window}"

@@ -69,6 +69,10 @@ class WeightSource:
             return quantize_weight(weight.to(self.device), self.quantization)
         return self._moved(weight)
 
+    def weight_as_stored(self, module: str, shape: tuple[int, int]) -> Weight:
+        """The weight [out, in] of a module, never quantized on load."""
+        return self._moved(self.checkpoint.weight(module, shape))
+
     def embedding(self, module: str, shape: tuple[int, int]) -> Weight:
         """The weight [vocabulary, hidden] of an embedding or output layer; never quantized on load."""
         return self._moved(self.checkpoint.weight(module, shape))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.core.cache_groups import KVCacheSpec
-from octavo.layers.attention import Attention
+from octavo.layers.attention import PagedLayer
 from octavo.layers.layer import weight_bytes
 from octavo.layers.step import StepInputs
 from octavo.ops import KVCache
@@ -32,7 +32,7 @@ class CausalLM(nn.Module):
     hidden_size: int
 
     @abstractmethod
-    def attention_layers(self) -> list[Attention]:
+    def attention_layers(self) -> Sequence[PagedLayer]:
         """The attention of every layer, in layer order."""
 
     @abstractmethod
@@ -57,6 +57,7 @@ class CausalLM(nn.Module):
                 head_dim=layer.head_dim,
                 window=layer.window,
                 bytes_per_element=self.dtype.itemsize,
+                shares_values=layer.shares_values,
             )
             for layer in self.attention_layers()
         ]

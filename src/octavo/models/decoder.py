@@ -10,9 +10,10 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.layers.activation import GATED_ACTIVATIONS, gated_activation
-from octavo.layers.attention import Attention
+from octavo.layers.attention import Attention, PagedLayer
 from octavo.layers.embedding import embedding_and_output
 from octavo.layers.experts import ExpertNames, Experts, ExpertsConfig
+from octavo.layers.latent_attention import LatentConfig, LatentSelfAttention
 from octavo.layers.layer import Block
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
@@ -49,9 +50,13 @@ class DecoderConfig:
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
+    refused: str | None = None
 
     def unsupported_reason(self) -> str | None:
         """Why the blocks of this file cannot compute such a model, or None."""
+        if self.refused is not None:
+            return self.refused
         if self.activation not in GATED_ACTIVATIONS:
             return f"hidden_act {self.activation!r} is not one of {', '.join(GATED_ACTIVATIONS)}"
         if self.num_heads % self.num_kv_heads:
@@ -102,7 +107,7 @@ class DecoderLayer(Block):
         prefix = f"model.layers.{index}"
         self.residual_multiplier = config.residual_multiplier
         self.input_norm = load_norm(source, f"{prefix}.input_layernorm", config.hidden_size, config.eps)
-        self.attention = SelfAttention(index, config, source, f"{prefix}.self_attn")
+        self.attention = self_attention(index, config, source, f"{prefix}.self_attn")
         self.post_norm = load_norm(source, f"{prefix}.post_attention_layernorm", config.hidden_size, config.eps)
         self.mlp = feed_forward(index, config, source, prefix)
 
@@ -122,7 +127,7 @@ class DecoderLayer(Block):
     @property
     def is_merged(self) -> bool:
         """Whether it is dense and each product has one packed weight (projections in different formats stay apart)."""
-        if not isinstance(self.mlp, GatedMLP):
+        if not (isinstance(self.attention, SelfAttention) and isinstance(self.mlp, GatedMLP)):
             return False
         linears = (self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down)
         return all(len(linear.packed) == 1 for linear in linears)
@@ -152,6 +157,16 @@ class SelfAttention(Block):
     def __call__(self, x: Tensor, positions: Tensor, cos_sin: Tensor, step: StepInputs) -> Tensor:
         attended = self.attend(self.qkv(x), positions, cos_sin, step, self.q_norm, self.k_norm, self.eps)
         return self.output(attended)
+
+
+def self_attention(
+    index: int, config: DecoderConfig, source: WeightSource, prefix: str
+) -> SelfAttention | LatentSelfAttention:
+    """The attention of the layer of this index: over keys and values, or over latents."""
+    if config.latent is None or config.attention_scale is None:
+        return SelfAttention(index, config, source, prefix)
+    sizes = (config.hidden_size, config.num_heads, config.attention_scale, config.output_bias)
+    return LatentSelfAttention(index, config.latent, *sizes, source, prefix)
 
 
 class GatedMLP(Block):
@@ -230,7 +245,7 @@ class DecoderLM(CausalLM):
     def dtype(self) -> torch.dtype:
         return self._dtype
 
-    def attention_layers(self) -> list[Attention]:
+    def attention_layers(self) -> list[PagedLayer]:
         return [layer.attention.attend for layer in self.layers]
 
     def forward(self, input_ids: Tensor, positions: Tensor, step: StepInputs) -> Tensor:

@@ -9,7 +9,7 @@ from octavo import ops
 from octavo.ops.decoder import FusedDecoder
 
 if TYPE_CHECKING:
-    from octavo.models.decoder import DecoderConfig, DecoderLayer, GatedMLP
+    from octavo.models.decoder import DecoderConfig, DecoderLayer, GatedMLP, SelfAttention
 
 FUSED_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -23,7 +23,7 @@ def fuse_layers(layers: Sequence[DecoderLayer], config: DecoderConfig) -> FusedD
 
 
 def _describe(layer: DecoderLayer, config: DecoderConfig) -> ops.DecoderLayer:
-    attention, mlp = layer.attention, cast("GatedMLP", layer.mlp)  # such is a merged layer's
+    attention, mlp = cast("SelfAttention", layer.attention), cast("GatedMLP", layer.mlp)  # a merged layer's are such
     return ops.DecoderLayer(
         qkv=attention.qkv.packed[0],
         output=attention.output.packed[0],

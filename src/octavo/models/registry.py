@@ -15,6 +15,7 @@ from octavo.layers.quantize import check_quantization
 from octavo.layers.weights import WeightSource
 from octavo.models.base import CausalLM
 from octavo.models.decoder import DecoderConfig, DecoderLM
+from octavo.models.deepseek import deepseek_v2_config, deepseek_v3_config
 from octavo.models.llama import granite_config, llama_config, mistral_config
 from octavo.models.mixtral import mixtral_config
 from octavo.models.qwen2 import qwen2_config
@@ -31,6 +32,8 @@ NATIVE: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
     "Qwen3ForCausalLM": qwen3_config,
     "MixtralForCausalLM": mixtral_config,
     "Qwen3MoeForCausalLM": qwen3_moe_config,
+    "DeepseekV2ForCausalLM": deepseek_v2_config,
+    "DeepseekV3ForCausalLM": deepseek_v3_config,
 }
 MODEL_IMPLS = ("auto", "native", "transformers")
 _SMALL_WEIGHT = 2**23  # elements of a layer's largest weight
@@ -75,6 +78,12 @@ def _load(checkpoint: Checkpoint, source: WeightSource, model_impl: str, max_mod
     if model_impl != "transformers":
         config, reason = native_config(architecture, checkpoint.config)
         if config is not None:
+            if config.latent is not None and source.deterministic:
+                raise UserError(
+                    f"deterministic is True, but {architecture} has latent attention, which has no deterministic "
+                    "kernel; leave it out",
+                    param="deterministic",
+                )
             model: CausalLM = DecoderLM(config, source, max_model_len)
             return model.eval()
         if model_impl == "native":

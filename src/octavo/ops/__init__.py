@@ -20,6 +20,7 @@ from octavo.ops.functions import (
     store_kv,
 )
 from octavo.ops.kv_cache import AttentionMetadata, KVCache
+from octavo.ops.latent import latent_attention, latent_rotary_and_store
 from octavo.ops.packed_weight import PackedWeight
 from octavo.ops.step_inputs import (
     NUM_SAMPLING_WORDS,
@@ -50,6 +51,8 @@ __all__ = [
     "fuse_decoder",
     "gelu_tanh_mul",
     "keep_tokens",
+    "latent_attention",
+    "latent_rotary_and_store",
     "linear",
     "log_softmax",
     "pack_experts",

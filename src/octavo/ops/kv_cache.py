@@ -50,8 +50,15 @@ class KVCache:
         *,
         interleaved: bool | None = None,
         deterministic: bool = False,
+        shares_values: bool = False,
     ) -> KVCache:
-        """A zeroed cache; `interleaved=None` takes the order that the fastest attention kernel here reads."""
+        """A zeroed cache; `interleaved=None` takes the order that the fastest attention kernel here reads.
+
+        With `shares_values` k and v are one tensor, in the plain order: values are columns of the keys.
+        """
+        if shares_values:
+            rows = _zeros((num_blocks, num_kv_heads, block_size, head_dim), dtype, device)
+            return cls(rows, rows, deterministic=deterministic)
         if interleaved is None:
             from octavo.ops.cpu import library  # the extension is opened on first use only
 
@@ -111,7 +118,8 @@ class KVCache:
             self.v[block, :, offset // 2, :, offset % 2] = v.to(self.dtype)
         else:
             self.k[block, :, offset] = k.to(self.dtype)
-            self.v[block, :, offset] = v.to(self.dtype)
+            if self.v is not self.k:
+                self.v[block, :, offset] = v.to(self.dtype)
 
     def _at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [T, Hkv, D] in these slots."""
