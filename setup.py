@@ -1,7 +1,8 @@
 """Builds the optional CPU kernels; everything else about the package is in pyproject.toml.
 
-The library is plain C to the outside, so it depends on no version of Python or torch and is opened with ctypes. Without
-a compiler the installation goes on, and torch's own operations are used.
+The same sources make one library for AVX2 and one for AVX-512. They are plain C to the outside, so they depend on no
+version of Python or torch and are opened with ctypes. Without a compiler the installation goes on, and torch's own
+operations are used.
 """
 
 import platform
@@ -11,12 +12,16 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCES = ["level", "linear", "attention", "elementwise", "layer", "team"]
-HEADERS = ["common", "amx", "linear", "attention", "rows", "team"]
+HEADERS = ["common", "amx", "attention", "attention_amx", "linear", "rows", "team", "vec_avx2", "vec_avx512"]
+LEVELS = {"avx2": "1", "avx512": "2"}  # OCTAVO_LEVEL in common.h
 FOLDER = "src/octavo/ops/cpu"
 
 
 class BuildKernels(build_ext):
-    """Names the library `_kernels.so`: it is no Python module and serves every Python."""
+    """Names the libraries `_kernels_*.so`: they are no Python modules and serve every Python.
+
+    Objects of the two levels have the same names, so each library has a folder of its own for them.
+    """
 
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"
@@ -25,10 +30,14 @@ class BuildKernels(build_ext):
         return ext.export_symbols
 
     def build_extension(self, ext: Extension) -> None:
+        build_temp = self.build_temp
         try:
+            self.build_temp = f"{build_temp}/{ext.name}"
             super().build_extension(ext)
         except Exception as error:  # any failure of the compiler leaves a package that works through torch
             print(f"octavo: the CPU kernels were not built ({error}); torch's operations will be used", file=sys.stderr)
+        finally:
+            self.build_temp = build_temp
 
 
 def kernels() -> list[Extension]:
@@ -46,14 +55,16 @@ def kernels() -> list[Extension]:
     ]
     return [
         Extension(
-            "octavo.ops.cpu._kernels",
-            sources=[f"{FOLDER}/{name}.cpp" for name in SOURCES],
+            f"octavo.ops.cpu._kernels_{level}",
+            sources=[f"{FOLDER}/{name}.cpp" for name in (*SOURCES, f"linear_{level}")],
+            define_macros=[("OCTAVO_LEVEL", number)],
             depends=[f"{FOLDER}/{name}.h" for name in HEADERS],
             language="c++",
             extra_compile_args=flags,
             extra_link_args=["-fopenmp"],
             optional=True,
         )
+        for level, number in LEVELS.items()
     ]
 
 

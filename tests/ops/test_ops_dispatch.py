@@ -118,11 +118,20 @@ def test_one_openmp_runtime_is_mapped() -> None:
     assert run(script)[0] == "1"
 
 
-def test_opening_the_library_runs_none_of_its_code() -> None:
-    """Its files are compiled for AVX-512: a constructor in one of them kills a process on a CPU that has none."""
-    files = list(Path(library.__file__).parent.glob("_kernels*.so"))
+def test_opening_a_library_runs_none_of_its_code() -> None:
+    """Its files are compiled for AVX2 or AVX-512: a constructor in one kills a process on a CPU without."""
+    files = [path for name in library.LIBRARIES if (path := Path(library.__file__).parent / name).exists()]
     if not files or shutil.which("nm") is None:
         pytest.skip("the kernels were not built, or binutils' nm is not there")
-    symbols = subprocess.run(["nm", str(files[0])], capture_output=True, text=True, check=True).stdout
-    assert "octavo_cpu_level" in symbols
-    assert "_GLOBAL__sub_I" not in symbols
+    for file in files:
+        symbols = subprocess.run(["nm", str(file)], capture_output=True, text=True, check=True).stdout
+        assert "octavo_cpu_level" in symbols
+        assert "_GLOBAL__sub_I" not in symbols
+
+
+@needs_kernels
+def test_the_variable_that_limits_torch_limits_the_kernels() -> None:
+    script = "from octavo.ops.cpu import library\nprint(library.level(), library.unavailable())"
+    assert run(script, ONEDNN_MAX_CPU_ISA="AVX2")[0] == "1 None"
+    assert run(script, ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16")[0] == f"{min(library.level(), 2)} None"
+    assert run(script, ONEDNN_MAX_CPU_ISA="AVX")[0].startswith("0 this CPU lacks AVX2")

@@ -37,7 +37,7 @@ def _operation(name: str, covers: str, *gpu: Candidate) -> Operation:
 def _elementwise(name: str, module: str = "elementwise") -> Operation:
     function = triton_runtime.lazy(module, name)
     reason, note = triton_runtime.unavailable(), "norms of rows of up to 65536 numbers"
-    return _operation(name, "AVX-512", Candidate("triton", function, ("cuda",), _FLOATS, reason, note))
+    return _operation(name, "AVX2, AVX-512", Candidate("triton", function, ("cuda",), _FLOATS, reason, note))
 
 
 def _paged(name: str, module: str) -> Operation:
@@ -68,7 +68,7 @@ _DETERMINISTIC_NORM = _elementwise("rms_norm", "norm_deterministic")
 _DETERMINISTIC_ADD_NORM = _elementwise("add_rms_norm", "norm_deterministic")
 _SILU_MUL = _elementwise("silu_mul")
 _GELU_TANH_MUL = _elementwise("gelu_tanh_mul")
-_PAGES = "AVX-512; head sizes and block sizes that are multiples of 16, heads up to 512"
+_PAGES = "AVX2, AVX-512; head sizes and block sizes that are multiples of 16, heads up to 512"
 _ROTARY_AND_STORE = _paged("rotary_and_store", "rotary")
 _STORE_KV = _paged("store_kv", "rotary")
 _PAGED_ATTENTION = _paged("paged_attention", "attention")
@@ -117,7 +117,7 @@ OPERATIONS = (
 
 # The candidates of `linear`, fastest first; a weight is packed once for the first that takes it.
 LAYOUTS = (
-    Layout("cpu tiles", cpu_weights.rejects, cpu_weights.pack, "AVX-512; bf16, 4- and 8-bit groups, int8 x int8"),
+    Layout("cpu tiles", cpu_weights.rejects, cpu_weights.pack, "AVX2, AVX-512; bf16, 4- and 8-bit groups, int8 x int8"),
     Layout(
         "triton codes", triton_weights.rejects_codes, triton_weights.pack_codes, "few rows in a kernel, else cuBLAS"
     ),

@@ -6,146 +6,93 @@
 // results are merged afterwards (Flash-Decoding); the cuts depend on positions only, not on the batch or the threads.
 #include "attention.h"
 
-#include "amx.h"
+#if OCTAVO_LEVEL >= 2
+#include "attention_amx.h"
+#endif
 
 namespace octavo {
 
-constexpr int STEP = 64;         // keys a step: 4 vectors of scores
-constexpr int TILE_ROWS = 48;    // query rows of a work item, rounded down to whole groups
 constexpr int SPLIT = 512;       // keys of a work item of a single query row
-
-struct Tile {  // what a work item keeps between steps; about 50 KiB for a head size of 64
-    alignas(64) float scores[TILE_ROWS][STEP];
-    alignas(64) bf16 weights[TILE_ROWS][STEP];
-    alignas(64) float maximum[TILE_ROWS], total[TILE_ROWS], correction[TILE_ROWS];
-    alignas(64) bf16 q[TILE_ROWS * MAX_HEAD_DIM];
-    alignas(64) float sum[TILE_ROWS * MAX_HEAD_DIM];
-    alignas(64) bf16 tail[16 * MAX_HEAD_DIM];
-};
 
 // scores[rows][16 vectors] = q . k for the keys from `start` on.
 static void score_step(const AttentionTask& t, Tile& tile, const char* const (&k)[4], int64_t vectors, int64_t rows) {
+#if OCTAVO_LEVEL >= 2
+    if (rows >= t.amx_from) return amx_score_step(t, tile, k, vectors, rows);
+#endif
     const int64_t d = t.cache->head_dim, stride = t.cache->block_size * 4;
-    for_vector_blocks(vectors, [&](int64_t v, auto nb) {
-        for_row_blocks(rows, [&](int64_t row, int64_t count) {
-            with_rows(count, [&](auto mb) {
-                constexpr int MB = mb.value, NB = nb.value;
-                const char* b[NB];
-                __m512 acc[MB][NB];
-                for (int n = 0; n < NB; n++) b[n] = k[v + n];
-                for (int m = 0; m < MB; m++)
-                    for (int n = 0; n < NB; n++) acc[m][n] = _mm512_setzero_ps();
-                multiply_panel<MB, NB>((const int32_t*)(tile.q + row * d), d / 2, b, stride, d / 2, acc);
-                for (int m = 0; m < MB; m++)
-                    for (int n = 0; n < NB; n++) _mm512_store_ps(&tile.scores[row + m][(v + n) * 16], acc[m][n]);
-            });
-        });
+    for_blocks(rows, vectors, [&](int64_t row, int64_t v, auto mb, auto nb) {
+        constexpr int MB = mb.value, NB = nb.value;
+        const char* b[NB];
+        Vec acc[MB][NB];
+        for (int n = 0; n < NB; n++) b[n] = k[v + n];
+        for (int m = 0; m < MB; m++)
+            for (int n = 0; n < NB; n++) acc[m][n] = zeros();
+        multiply_panel<MB, NB>((const int32_t*)(tile.q + row * d), d / 2, b, stride, d / 2, acc);
+        for (int m = 0; m < MB; m++)
+            for (int n = 0; n < NB; n++) store(&tile.scores[row + m][(v + n) * 16], acc[m][n]);
     });
 }
 
 // Turn the scores of one row into weights 2^(score - maximum); keys outside lo .. hi (relative to the step) weigh 0.
 static void softmax_row(const AttentionTask& t, Tile& tile, int64_t row, int64_t lo, int64_t hi, int64_t vectors) {
     float* scores = tile.scores[row];
-    const __m512 scale = _mm512_set1_ps(t.scale);
-    __m512 largest = _mm512_set1_ps(-INFINITY);
-    __mmask16 masks[4];
-    __m512 s[4];
+    const Vec scale = splat(t.scale);
+    Vec most = splat(-INFINITY);
+    Mask masks[4];
+    Vec s[4];
     for (int64_t v = 0; v < vectors; v++) {
-        const int64_t base = v * 16;
-        const int64_t below = std::min<int64_t>(std::max<int64_t>(lo - base, 0), 16);
-        masks[v] = hi <= base ? __mmask16(0) : __mmask16(tail_mask(hi - base) & ~((1u << below) - 1));
-        s[v] = _mm512_mul_ps(_mm512_load_ps(scores + base), scale);
+        masks[v] = range_mask(lo - v * 16, hi - v * 16);
+        s[v] = load(scores + v * 16) * scale;
         if (t.softcap > 0) {
-            const float cap = t.softcap * LOG2E;
-            s[v] = _mm512_mul_ps(tanh_ps(_mm512_div_ps(s[v], _mm512_set1_ps(cap))), _mm512_set1_ps(cap));
+            const Vec cap = splat(t.softcap * LOG2E);
+            s[v] = tanh_of(s[v] / cap) * cap;
         }
-        largest = _mm512_mask_max_ps(largest, masks[v], largest, s[v]);
+        most = maximum_within(masks[v], most, s[v]);
     }
     const float old_maximum = tile.maximum[row];
-    const float maximum = std::max(old_maximum, _mm512_reduce_max_ps(largest));
+    const float new_maximum = std::max(old_maximum, largest(most));
     // A row that saw no key yet keeps sums of 0; any finite maximum will do for it.
-    const __m512 shift = _mm512_set1_ps(maximum == -INFINITY ? 0.0f : maximum);
-    __m512 total = _mm512_setzero_ps();
+    const Vec shift = splat(new_maximum == -INFINITY ? 0.0f : new_maximum);
+    Vec total = zeros();
     for (int64_t v = 0; v < vectors; v++) {
-        __m512 p = _mm512_maskz_mov_ps(masks[v], exp2_ps(_mm512_sub_ps(s[v], shift)));
-        total = _mm512_add_ps(total, p);
+        const Vec p = zero_outside(masks[v], exp2_of(s[v] - shift));
+        total = total + p;
         store_bf16(tile.weights[row] + v * 16, p);
     }
-    tile.maximum[row] = maximum;
-    const float factor = maximum == old_maximum ? 1.0f : std::exp2(old_maximum - maximum);
+    tile.maximum[row] = new_maximum;
+    const float factor = new_maximum == old_maximum ? 1.0f : std::exp2(old_maximum - new_maximum);
     tile.correction[row] = factor;
-    tile.total[row] = tile.total[row] * factor + _mm512_reduce_add_ps(total);
-}
-
-// The same two products by matrix tiles, 16 query rows at a time; rows past the last hold anything and are not used.
-static void amx_score_step(const AttentionTask& t, Tile& tile, const char* const (&k)[4], int64_t vectors,
-                           int64_t rows) {
-    const int64_t d = t.cache->head_dim, stride = t.cache->block_size * 4;
-    for (int64_t row = 0; row < rows; row += 16)
-        score_tiles((const char*)(tile.q + row * d), d * 2, k, vectors, stride, (char*)tile.scores[row]);
-}
-
-static void amx_value_step(const AttentionTask& t, Tile& tile, const bf16* const (&v)[4], int64_t keys, int64_t rows) {
-    const int64_t d = t.cache->head_dim, vectors = (keys + 15) / 16, rest = keys % 16;
-    const bf16* values[4];
-    for (int64_t i = 0; i < vectors; i++) values[i] = v[i];
-    if (rest) {  // keys past the last hold anything, even NaN: multiply with zeros instead
-        std::memset(tile.tail, 0, 16 * d * sizeof(bf16));
-        std::memcpy(tile.tail, v[vectors - 1], rest / 2 * 2 * d * sizeof(bf16));
-        const int64_t odd = rest / 2 * 2 * d;
-        for (int64_t j = 0; rest % 2 && j < 2 * d; j += 32)
-            _mm512_storeu_si512(tile.tail + odd + j, _mm512_maskz_loadu_epi16(0x55555555u, v[vectors - 1] + odd + j));
-        values[vectors - 1] = tile.tail;
-    }
-    for (int64_t r = 0; r < rows; r++) {
-        if (tile.correction[r] == 1.0f) continue;
-        const __m512 factor = _mm512_set1_ps(tile.correction[r]);
-        for (int64_t j = 0; j < d; j += 16)
-            _mm512_store_ps(tile.sum + r * d + j, _mm512_mul_ps(_mm512_load_ps(tile.sum + r * d + j), factor));
-    }
-    for_vector_blocks(d / 16, [&](int64_t column, auto nb) {
-        const char* b[4];
-        for (int64_t i = 0; i < vectors; i++) b[i] = (const char*)(values[i] + column * 32);
-        for (int64_t row = 0; row < rows; row += 16)
-            value_tiles<nb.value>((const char*)tile.weights[row], b, vectors, d * 4,
-                                  (char*)(tile.sum + row * d + column * 16), d * 4);
-    });
+    tile.total[row] = tile.total[row] * factor + sum(total);
 }
 
 // sum = sum * correction + weights . v over the keys of the step.
 static void value_step(const AttentionTask& t, Tile& tile, const bf16* const (&v)[4], int64_t keys, int64_t rows) {
+#if OCTAVO_LEVEL >= 2
+    if (rows >= t.amx_from) return amx_value_step(t, tile, v, keys, rows);
+#endif
     const int64_t d = t.cache->head_dim;
     const bool odd = keys % 2;
-    if (odd) {  // the partner of the last key belongs to nobody yet: it may hold anything, even NaN
-        const bf16* last = v[keys / 16] + keys % 16 / 2 * 2 * d;
-        for (int64_t j = 0; j < 2 * d; j += 32)
-            _mm512_store_si512(tile.tail + j, _mm512_maskz_loadu_epi16(0x55555555u, last + j));
-    }
-    for_vector_blocks(d / 16, [&](int64_t column, auto nb) {
-        for_row_blocks(rows, [&](int64_t row, int64_t count) {
-            with_rows(count, [&](auto mb) {
-                constexpr int MB = mb.value, NB = nb.value;
-                const char* b[NB];
-                __m512 acc[MB][NB];
-                for (int m = 0; m < MB; m++)
-                    for (int n = 0; n < NB; n++)
-                        acc[m][n] = _mm512_mul_ps(_mm512_set1_ps(tile.correction[row + m]),
-                                                  _mm512_load_ps(tile.sum + (row + m) * d + (column + n) * 16));
-                const int32_t* weights = (const int32_t*)tile.weights[row];
-                for (int64_t key = 0; key + 1 < keys; key += 16) {
-                    for (int n = 0; n < NB; n++) b[n] = (const char*)(v[key / 16] + (column + n) * 32);
-                    const int64_t pairs = std::min<int64_t>(8, (keys - key) / 2);
-                    multiply_panel<MB, NB>(weights + key / 2, STEP / 2, b, d * 4, pairs, acc);
-                }
-                if (odd) {
-                    for (int n = 0; n < NB; n++) b[n] = (const char*)(tile.tail + (column + n) * 32);
-                    multiply_panel<MB, NB>(weights + keys / 2, STEP / 2, b, 0, 1, acc);
-                }
-                for (int m = 0; m < MB; m++)
-                    for (int n = 0; n < NB; n++)
-                        _mm512_store_ps(tile.sum + (row + m) * d + (column + n) * 16, acc[m][n]);
-            });
-        });
+    // The partner of the last key belongs to nobody yet: it may hold anything, even NaN.
+    if (odd) copy_even(tile.tail, v[keys / 16] + keys % 16 / 2 * 2 * d, 2 * d);
+    for_blocks(rows, d / 16, [&](int64_t row, int64_t column, auto mb, auto nb) {
+        constexpr int MB = mb.value, NB = nb.value;
+        const char* b[NB];
+        Vec acc[MB][NB];
+        for (int m = 0; m < MB; m++)
+            for (int n = 0; n < NB; n++)
+                acc[m][n] = splat(tile.correction[row + m]) * load(tile.sum + (row + m) * d + (column + n) * 16);
+        const int32_t* weights = (const int32_t*)tile.weights[row];
+        for (int64_t key = 0; key + 1 < keys; key += 16) {
+            for (int n = 0; n < NB; n++) b[n] = (const char*)(v[key / 16] + (column + n) * 32);
+            const int64_t pairs = std::min<int64_t>(8, (keys - key) / 2);
+            multiply_panel<MB, NB>(weights + key / 2, STEP / 2, b, d * 4, pairs, acc);
+        }
+        if (odd) {
+            for (int n = 0; n < NB; n++) b[n] = (const char*)(tile.tail + (column + n) * 32);
+            multiply_panel<MB, NB>(weights + keys / 2, STEP / 2, b, 0, 1, acc);
+        }
+        for (int m = 0; m < MB; m++)
+            for (int n = 0; n < NB; n++) store(tile.sum + (row + m) * d + (column + n) * 16, acc[m][n]);
     });
 }
 
@@ -173,10 +120,9 @@ static void finish_tile(const AttentionTask& t, const Item& item, const Tile& ti
     for (int64_t r = 0; r < rows; r++) {
         const int64_t token = t.query_start[item.request] + item.row + r / t.groups;
         const int64_t head = item.head * t.groups + r % t.groups;
-        const __m512 inverse = _mm512_set1_ps(1.0f / tile.total[r]);
+        const Vec inverse = splat(1.0f / tile.total[r]);
         bf16* out = t.out + (token * t.num_heads + head) * d;
-        for (int64_t j = 0; j < d; j += 16)
-            store_bf16(out + j, _mm512_mul_ps(_mm512_load_ps(tile.sum + r * d + j), inverse));
+        for (int64_t j = 0; j < d; j += 16) store_bf16(out + j, load(tile.sum + r * d + j) * inverse);
     }
 }
 
@@ -187,7 +133,6 @@ static void run_item(const AttentionTask& t, const Item& item, Tile& tile, const
     const int64_t query_rows = t.query_start[item.request + 1] - t.query_start[item.request];
     const int64_t position = length - query_rows + item.row;  // of the first row of the tile
     const int32_t* table = t.block_table + item.request * t.table_stride;
-    const bool amx = rows >= t.amx_from;
     start_tile(t, item, tile);
     // Blocks before the window are null blocks: start at the first block that a row of the tile sees.
     const int64_t visible = std::max<int64_t>(item.first, position - t.window + 1);
@@ -201,20 +146,14 @@ static void run_item(const AttentionTask& t, const Item& item, Tile& tile, const
             k[i] = (const char*)(c.k + page + offset * 2);
             v[i] = c.v + page + offset * d;
         }
-        if (amx)
-            amx_score_step(t, tile, k, vectors, rows);
-        else
-            score_step(t, tile, k, vectors, rows);
+        score_step(t, tile, k, vectors, rows);
         for (int64_t r = 0; r < rows; r++) {
             const int64_t p = position + r / t.groups;
             const int64_t lo = std::max<int64_t>(item.first, p - t.window + 1) - start;
             const int64_t hi = std::min<int64_t>(item.last, p + 1) - start;
             softmax_row(t, tile, r, std::max<int64_t>(lo, 0), std::max<int64_t>(hi, 0), vectors);
         }
-        if (amx)
-            amx_value_step(t, tile, v, keys, rows);
-        else
-            value_step(t, tile, v, keys, rows);
+        value_step(t, tile, v, keys, rows);
     }
     finish_tile(t, item, tile, parts);
 }
@@ -231,13 +170,12 @@ static void merge_parts(const AttentionTask& t, const Parts& parts, int64_t requ
         for (int64_t p = first; p < first + count; p++)
             total += parts.weight[p * t.groups + g] * std::exp2(parts.maximum[p * t.groups + g] - maximum);
         for (int64_t j = 0; j < d; j += 16) {
-            __m512 sum = _mm512_setzero_ps();
+            Vec values = zeros();
             for (int64_t p = first; p < first + count; p++) {
                 const float factor = std::exp2(parts.maximum[p * t.groups + g] - maximum) / total;
-                sum = _mm512_fmadd_ps(_mm512_loadu_ps(parts.sum + (p * t.groups + g) * d + j), _mm512_set1_ps(factor),
-                                      sum);
+                values = fmadd(load(parts.sum + (p * t.groups + g) * d + j), splat(factor), values);
             }
-            store_bf16(out + j, sum);
+            store_bf16(out + j, values);
         }
     }
 }
@@ -295,8 +233,10 @@ void plan_attention(AttentionTask& t, AttentionPlan& plan) {
 void run_attention(const AttentionTask& t, const AttentionPlan& plan, Team& team) {
     static thread_local std::vector<Tile> tile;
     if (tile.empty()) tile.resize(1);
+#if OCTAVO_LEVEL >= 2
     std::optional<TileRegisters> registers;
     if (plan.max_rows * t.groups >= t.amx_from) registers.emplace(true);
+#endif
     team.each(plan.items.size(), [&](int64_t i) { run_item(t, plan.items[i], tile[0], plan.parts); });
     team.barrier();
     if (plan.merges.empty()) return;

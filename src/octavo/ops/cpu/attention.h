@@ -44,6 +44,18 @@ struct AttentionPlan {
     double work = 0;  // multiply-adds
 };
 
+constexpr int STEP = 64;         // keys a step: 4 vectors of scores
+constexpr int TILE_ROWS = 48;    // query rows of a work item, rounded down to whole groups
+
+struct Tile {  // what a work item keeps between steps; about 50 KiB for a head size of 64
+    alignas(64) float scores[TILE_ROWS][STEP];
+    alignas(64) bf16 weights[TILE_ROWS][STEP];
+    alignas(64) float maximum[TILE_ROWS], total[TILE_ROWS], correction[TILE_ROWS];
+    alignas(64) bf16 q[TILE_ROWS * MAX_HEAD_DIM];
+    alignas(64) float sum[TILE_ROWS * MAX_HEAD_DIM];
+    alignas(64) bf16 tail[16 * MAX_HEAD_DIM];
+};
+
 // Completes the task and cuts it into items. By one thread.
 void plan_attention(AttentionTask& t, AttentionPlan& plan);
 // By all threads of a team; ends with a barrier.

@@ -63,16 +63,17 @@ OCTAVO_EXPORT void octavo_store_kv(const Cache* cache, const bf16* k, int64_t k_
     });
 }
 
+using Lanes = int64_t __attribute__((vector_size(32), aligned(8)));
+
 // Reads a buffer once with all threads and returns a sum of it: the bandwidth that products of one row can have at most.
 OCTAVO_EXPORT int64_t octavo_read(const char* data, int64_t num_bytes) {
     std::atomic<int64_t> total{0};
     parallel(true, [&](Team& team) {
         team.share(num_bytes / 65536, 16, [&](int64_t first, int64_t last) {
-            __m512i sums[4] = {};
-            for (const char* p = data + first * 65536; p < data + last * 65536; p += 256)
-                for (int i = 0; i < 4; i++) sums[i] = _mm512_add_epi64(sums[i], _mm512_loadu_si512(p + 64 * i));
-            const __m512i sum = _mm512_add_epi64(_mm512_add_epi64(sums[0], sums[1]), _mm512_add_epi64(sums[2], sums[3]));
-            total += _mm512_reduce_add_epi64(sum);
+            Lanes sums[8] = {};
+            for (const char* p = data + first * 65536; p < data + last * 65536; p += sizeof(sums))
+                for (int i = 0; i < 8; i++) sums[i] += ((const Lanes*)p)[i];
+            for (const Lanes& sum : sums) total += sum[0] + sum[1] + sum[2] + sum[3];
         });
     });
     return total;

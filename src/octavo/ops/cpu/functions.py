@@ -18,7 +18,7 @@ TILE_ROWS = 48  # as in attention.cpp: the query heads of a key head must fit in
 
 _LIBRARY: Any = library.load()[0]
 # Query rows (times heads a key head) of a work item from which matrix tiles beat vectors; measured.
-AMX_FROM = 2 if library.level() >= 2 else 2**31
+AMX_FROM = 2 if library.level() >= 3 else 2**31
 
 
 class _CacheStruct(ctypes.Structure):

@@ -43,11 +43,11 @@ struct LayerMemory {
 static void project(const Projection& p, const bf16* x, int64_t rows, bf16* out, LinearScratch& memory, bool own,
                     Team& team) {
     Task t{p.weight, x, rows, out, false, p.bias, nullptr, nullptr, nullptr, nullptr};
-    reserve_quantized(t, memory);  // shared memory was reserved before, so that this only finds it
+    reserve_input(t, memory);  // shared memory was reserved before, so that this only finds it
     if (t.codes && own) {
-        for (int64_t m = 0; m < rows; m++) quantize_input(t, m);
+        for (int64_t m = 0; m < rows; m++) prepare_input(t, m);
     } else if (t.codes) {
-        team.each(rows, [&](int64_t m) { quantize_input(t, m); });
+        team.each(rows, [&](int64_t m) { prepare_input(t, m); });
         team.barrier();
     }
     team.share(p.weight->tiles(), MAX_VECTORS, [&](int64_t first, int64_t last) { linear_tiles(t, first, last); });
@@ -84,7 +84,7 @@ static void reserve_shared(const Layer& l, int64_t rows, LayerMemory& m) {
     const Projection* projections[4] = {&l.qkv, &l.output, &l.gate_up, &l.down};
     for (int i = 0; i < 4; i++) {
         Task t{projections[i]->weight, nullptr, rows, nullptr, false, nullptr, nullptr, nullptr, nullptr, nullptr};
-        reserve_quantized(t, m.quantized[i]);
+        reserve_input(t, m.quantized[i]);
     }
 }
 

@@ -1,4 +1,4 @@
-// What this CPU can run; compiled for any x86-64.
+// What this CPU can run, and what this library was built for; compiled for any x86-64.
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -17,15 +17,22 @@ static bool has_amx() {
     return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
 
-// 0: none of the kernels; 1: AVX-512 with BF16 and VNNI; 2: and AMX.
-OCTAVO_EXPORT int32_t octavo_cpu_level() {
-    __builtin_cpu_init();
-    const bool base = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") &&
-                      __builtin_cpu_supports("fma");
-    return base ? 1 + has_amx() : 0;
+static bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
 }
 
+// 0: none of the kernels; 1: AVX2 with FMA and F16C; 2: AVX-512 with BF16 and VNNI; 3: and AMX.
+OCTAVO_EXPORT int32_t octavo_cpu_level() {
+    __builtin_cpu_init();
+    const bool base =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    return !base ? 0 : !has_avx512() ? 1 : 2 + has_amx();
+}
+
+// The least level that runs this library.
+OCTAVO_EXPORT int32_t octavo_needed_level() { return OCTAVO_LEVEL; }
+
 // Changes with the C interface, so that a stale build is noticed instead of crashing.
-OCTAVO_EXPORT int32_t octavo_abi_version() { return 4; }
+OCTAVO_EXPORT int32_t octavo_abi_version() { return 5; }

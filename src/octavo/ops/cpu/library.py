@@ -1,6 +1,7 @@
 """Opens the compiled kernels, if they were built and this CPU can run them.
 
-The library is plain C to the outside (pointers and integers), so one build serves every Python and torch. It must be
+There is one library for AVX2 and one for AVX-512, built from the same sources; the best that the CPU runs is opened.
+Each is plain C to the outside (pointers and integers), so one build serves every Python and torch. It must be
 opened after torch: both name their OpenMP runtime libgomp.so.1, the loader then gives the kernels torch's copy, and
 there is one pool of threads, sized by `torch.set_num_threads`.
 """
@@ -16,8 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 MAX_HEAD_DIM = 512  # as in common.h
+LIBRARIES = ("_kernels_avx512.so", "_kernels_avx2.so")  # best first
 DISABLE_VARIABLE = "OCTAVO_DISABLE_CPU_KERNELS"
 
 _SIGNATURES: dict[str, list[type]] = {
@@ -50,18 +52,28 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
     """(library, None), or (None, why there is none)."""
     if os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0"):
         return None, f"switched off by {DISABLE_VARIABLE}"
-    files = sorted(Path(__file__).parent.glob("_kernels*.so"))
+    files = [path for name in LIBRARIES if (path := Path(__file__).parent / name).exists()]
     if not files:
         return None, "not built: no compiler when the package was installed (reinstall with g++ and OpenMP at hand)"
+    reason = None
+    for path in files:
+        library, reason = _open(path)
+        if library is not None:
+            return library, None
+    return None, reason
+
+
+def _open(path: Path) -> tuple[ctypes.CDLL | None, str | None]:
+    """One of the libraries, if this CPU runs it, or why not. Opening it runs none of its code."""
     try:
-        library = ctypes.CDLL(str(files[0]))
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         return None, f"cannot be opened: {error}"
     version = library.octavo_abi_version()
     if version != ABI_VERSION:
         return None, f"an old build (interface {version}, not {ABI_VERSION}): reinstall the package"
-    if library.octavo_cpu_level() < 1:
-        return None, "this CPU lacks AVX-512 with BF16 and VNNI"
+    if min(library.octavo_cpu_level(), _allowed_level()) < library.octavo_needed_level():
+        return None, "this CPU lacks AVX2 with FMA and F16C, or ONEDNN_MAX_CPU_ISA rules them out"
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = arguments
@@ -69,18 +81,21 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
     return library, None
 
 
+def _allowed_level() -> int:
+    """The most that ONEDNN_MAX_CPU_ISA allows: it limits torch's products, and these, so that both stay comparable."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    if limit in ("SSE41", "AVX"):
+        return 0
+    if limit.startswith("AVX2"):
+        return 1
+    return 2 if limit.startswith(("AVX512", "AVX10_1")) and "AMX" not in limit else 3
+
+
 @cache
 def level() -> int:
-    """0: no kernels; 1: AVX-512 with BF16 and VNNI; 2: AMX too.
-
-    ONEDNN_MAX_CPU_ISA, which limits torch's products, limits these as well, so that both stay comparable.
-    """
+    """0: no kernels; 1: AVX2 with FMA and F16C; 2: AVX-512 with BF16 and VNNI; 3: AMX too."""
     library = load()[0]
-    if library is None:
-        return 0
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
-    amx_allowed = limit in ("", "DEFAULT", "ALL") or "AMX" in limit or limit.startswith("AVX10_2")
-    return min(library.octavo_cpu_level(), 2 if amx_allowed else 1)
+    return 0 if library is None else min(library.octavo_cpu_level(), _allowed_level())
 
 
 def unavailable() -> str | None:

@@ -32,7 +32,10 @@ struct Task {
     void* out;  // [M, N] bf16 or float
     bool out_float;
     const bf16* bias;
-    int8_t* codes;   // quantized x: W8A8 [M, K]; split groups [M, K / 4, 2, 4], high and low plane
+    // What prepare_input makes of x, as the kernels of this level read it; null where they read x itself.
+    // AVX-512: W8A8 [M, K] int8; few rows of groups [M, K / 4, 2, 4], high and low plane.
+    // AVX2: float32 [M, K] for bf16 weights, else int16 [M, K] in the order of linear_avx2.cpp.
+    int8_t* codes;
     float* x_scale;  // W8A8 [M]; groups [M, groups]
     int32_t* x_sum;  // sums of the quantized x, same shape as x_scale
     const char* last_rows;  // AMX: a copy of the last rows % 32 rows of x filled up, or null if x may be read past
@@ -48,11 +51,20 @@ struct LinearScratch {
     std::vector<char> last_rows;
 };
 
-// Points the task to memory for the quantized x, if it needs some. Not for several threads at once.
-void reserve_quantized(Task& t, LinearScratch& memory);
-// Quantizes one row of x.
-void quantize_input(const Task& t, int64_t row);
+// Points the task to memory for the prepared x, if it needs some. Not for several threads at once.
+void reserve_input(Task& t, LinearScratch& memory);
+// Quantizes or converts one row of x.
+void prepare_input(const Task& t, int64_t row);
 // The outputs of tiles first .. last.
 void linear_tiles(const Task& t, int64_t first, int64_t last);
+
+inline void write(const Task& t, int64_t row, int64_t tile, Vec y) {
+    const int64_t n = tile * 16, count = t.w->n - n;
+    if (t.bias) y = y + load_bf16(t.bias + n, count);
+    if (t.out_float)
+        store((float*)t.out + row * t.w->n + n, y, count);
+    else
+        store_bf16((bf16*)t.out + row * t.w->n + n, y, count);
+}
 
 }  // namespace octavo

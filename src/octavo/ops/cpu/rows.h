@@ -6,54 +6,43 @@
 namespace octavo {
 
 inline float inverse_rms(const bf16* x, int64_t n, float eps) {
-    __m512 sum = _mm512_setzero_ps();
+    Vec squares = zeros();
     for (int64_t j = 0; j < n; j += 16) {
-        __m512 v = load_bf16(x + j, tail_mask(n - j));
-        sum = _mm512_fmadd_ps(v, v, sum);
+        const Vec v = load_bf16(x + j, n - j);
+        squares = fmadd(v, v, squares);
     }
-    return 1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / float(n) + eps);
+    return 1.0f / std::sqrt(sum(squares) / float(n) + eps);
 }
 
 inline void norm_row(const bf16* x, const bf16* weight, int64_t n, float eps, bf16* out) {
-    const __m512 scale = _mm512_set1_ps(inverse_rms(x, n, eps));
-    for (int64_t j = 0; j < n; j += 16) {
-        const __mmask16 mask = tail_mask(n - j);
-        const __m512 y = _mm512_mul_ps(_mm512_mul_ps(load_bf16(x + j, mask), scale), load_bf16(weight + j, mask));
-        store_bf16(out + j, y, mask);
-    }
+    const Vec scale = splat(inverse_rms(x, n, eps));
+    for (int64_t j = 0; j < n; j += 16)
+        store_bf16(out + j, load_bf16(x + j, n - j) * scale * load_bf16(weight + j, n - j), n - j);
 }
 
 inline void add_row(bf16* residual, const bf16* x, int64_t n) {
-    for (int64_t j = 0; j < n; j += 16) {
-        const __mmask16 mask = tail_mask(n - j);
-        store_bf16(residual + j, _mm512_add_ps(load_bf16(residual + j, mask), load_bf16(x + j, mask)), mask);
-    }
+    for (int64_t j = 0; j < n; j += 16)
+        store_bf16(residual + j, load_bf16(residual + j, n - j) + load_bf16(x + j, n - j), n - j);
 }
 
-// 1 / x for x >= 1, by one step of Newton's method from 14 bits: a third of the time of the division.
-inline __m512 reciprocal(__m512 x) {
-    const __m512 y = _mm512_rcp14_ps(x);
-    return _mm512_mul_ps(y, _mm512_fnmadd_ps(x, y, _mm512_set1_ps(2.0f)));
+// 1 / x for x >= 1, by one step of Newton's method from 12 or 14 bits: a third of the time of the division.
+inline Vec reciprocal(Vec x) {
+    const Vec y = rough_reciprocal(x);
+    return y * fnmadd(x, y, splat(2.0f));
 }
 
-inline __m512 silu(__m512 x) {
-    const __m512 one = _mm512_set1_ps(1.0f);
-    return _mm512_mul_ps(x, reciprocal(_mm512_add_ps(one, exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x)))));
-}
+inline Vec silu(Vec x) { return x * reciprocal(splat(1.0f) + exp_of(zeros() - x)); }
 
-inline __m512 gelu_tanh(__m512 x) {  // x / 2 (1 + tanh(y)) = x / (1 + e^(-2 y)), without cancellation
-    const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
-    const __m512 y = _mm512_mul_ps(_mm512_set1_ps(0.79788456f), _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x));
-    const __m512 power = exp_ps(_mm512_mul_ps(_mm512_set1_ps(-2.0f), y));
-    return _mm512_mul_ps(x, reciprocal(_mm512_add_ps(_mm512_set1_ps(1.0f), power)));
+inline Vec gelu_tanh(Vec x) {  // x / 2 (1 + tanh(y)) = x / (1 + e^(-2 y)), without cancellation
+    const Vec y = splat(0.79788456f) * fmadd(x * x * x, splat(0.044715f), x);
+    return x * reciprocal(splat(1.0f) + exp_of(splat(-2.0f) * y));
 }
 
 template <bool GELU>
 inline void gate_row(const bf16* x, int64_t n, bf16* out) {
     for (int64_t j = 0; j < n; j += 16) {
-        const __mmask16 mask = tail_mask(n - j);
-        const __m512 gate = load_bf16(x + j, mask), up = load_bf16(x + n + j, mask);
-        store_bf16(out + j, _mm512_mul_ps(GELU ? gelu_tanh(gate) : silu(gate), up), mask);
+        const Vec gate = load_bf16(x + j, n - j), up = load_bf16(x + n + j, n - j);
+        store_bf16(out + j, (GELU ? gelu_tanh(gate) : silu(gate)) * up, n - j);
     }
 }
 
@@ -103,9 +92,9 @@ inline void rotate_head(const Rotary& r, const bf16* x, int64_t d, const bf16* n
         norm_row(x, norm, d, r.eps, normed);
         x = normed;
     }
-    for (int64_t j = 0; j < d; j += 16) _mm512_store_ps(values + j, load_bf16(x + j, tail_mask(d - j)));
+    for (int64_t j = 0; j < d; j += 16) store(values + j, load_bf16(x + j, d - j));
     rotate_row(values, r.cos_sin + position * 2 * r.half, r.half, r.interleaved);
-    for (int64_t j = 0; j < d; j += 16) store_bf16(out + j, _mm512_load_ps(values + j), tail_mask(d - j));
+    for (int64_t j = 0; j < d; j += 16) store_bf16(out + j, load(values + j), d - j);
 }
 
 // One token of qkv [(Hq + 2 Hkv) D]: q rotated to q_out, k rotated and v written to their slot.

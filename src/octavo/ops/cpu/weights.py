@@ -15,13 +15,12 @@ from octavo.ops.packed_weight import PackedWeight, QuantizedWeightLike, quantize
 TILE = 16
 BF16, INT4, INT8, W8A8 = range(4)
 NEVER = 2**31 - 1
-# From this many rows on, expanding a tile to bf16 once costs less than decoding it for each block of rows; and matrix
-# tiles beat vectors. Measured on 2 cores of a Xeon with AMX, K = 576 and 1536, by benchmarks/ops_cpu.py.
+# With AVX-512, from this many rows on, expanding a tile to bf16 once costs less than decoding it for each block of
+# rows; and matrix tiles beat vectors. Measured on 2 cores of a Xeon with AMX, K = 576 and 1536, by ops_cpu.py.
 EXPAND_FROM = 65
 AMX_FROM = {BF16: 3, INT4: 13, INT8: 13, W8A8: 5}
 MAX_GROUP = 128
 STEP = {4: 8, 8: 4}  # values of k in 64 bytes of a tile, by bits
-DEQUANTIZE_FROM = {INT4: 25, INT8: 13}
 
 
 class _WeightStruct(ctypes.Structure):
@@ -62,7 +61,7 @@ class CpuWeight(PackedWeight):
         self.data = data
         self.row_scale = row_scale
         # A tile register takes 64 bytes of a row of x: 32 bf16 or 64 int8 values.
-        fits_amx = library.level() >= 2 and shape[1] % (64 if kind == W8A8 else 32) == 0
+        fits_amx = library.level() >= 3 and shape[1] % (64 if kind == W8A8 else 32) == 0
         amx_from = AMX_FROM[kind] if fits_amx else NEVER
         self._struct = _WeightStruct(
             n=shape[0],
