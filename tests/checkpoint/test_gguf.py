@@ -12,6 +12,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from octavo.checkpoint.gguf_blocks import QUANTIZED_TYPES, dequantize_any, repack
 from octavo.checkpoint.gguf_config import llama3_factors
 from octavo.checkpoint.gguf_file import GGUFFile
 from octavo.checkpoint.quantized import QuantizedWeight
@@ -44,10 +45,34 @@ def test_tensors_of_every_type(
         found = checkpoint.tensor(name)
         assert torch.equal(found.float(), tensor), name
     weight = checkpoint.weight("model.layers.1.self_attn.q_proj")
-    assert isinstance(weight, QuantizedWeight) == (kind in (Kind.Q4_0, Kind.Q4_1, Kind.Q8_0))
     plain = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
+    assert isinstance(weight, QuantizedWeight) == (kind not in plain)
     if kind in plain:
         assert weight.dtype == plain[kind]
+
+
+HALVES = {"Q6_K": (208,), "Q3_K": (108,), "Q2_K": (80, 82), "IQ4_XS": (0,), "TQ2_0": (64,), "IQ4_NL": (0,)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q2_K", "Q3_K", "Q6_K", "IQ4_NL", "IQ4_XS", "TQ2_0"],
+)
+def test_any_bytes_of_a_type_are_what_the_gguf_package_says(name: str) -> None:
+    kind = Kind[name]
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    generator = np.random.default_rng(int(kind))
+    blocks = generator.integers(0, 256, (6, 512 // elements, size), dtype=np.uint8)
+    for place in HALVES.get(name, (0, 2) if name.endswith(("_1", "_K")) else (0,)):
+        scales = generator.normal(size=blocks.shape[:2]).astype(np.float16)
+        blocks[:, :, place : place + 2] = scales[..., None].view(np.uint8)
+    expected = torch.tensor(gguf.quants.dequantize(blocks.reshape(6, -1), kind))
+    if name in QUANTIZED_TYPES:
+        weight = repack(blocks.reshape(-1), name, (6, 512))
+        assert weight.scheme.num_bits == (4 if name.startswith("Q4") else 8)
+        torch.testing.assert_close(weight.dequantize(), expected, rtol=1e-6, atol=1e-6)
+    else:
+        assert torch.equal(dequantize_any(blocks.reshape(-1), int(kind), (6, 512)), expected)
 
 
 def test_the_demo_equals_the_gguf_package(demo_path: Path) -> None:
@@ -141,7 +166,7 @@ def test_other_architectures_are_refused_by_name(
     gguf_writer(path, small_models["llama"], "mamba")
     with pytest.raises(UnsupportedModelError, match=r"mamba.*llama"):
         open_checkpoint(path)
-    gguf_writer(path, small_models["llama"], metadata=lambda writer: writer.add_expert_count(8))
+    gguf_writer(path, small_models["qwen2"], "qwen2", metadata=lambda writer: writer.add_expert_count(8))
     with pytest.raises(UnsupportedModelError, match="experts"):
         open_checkpoint(path)
 

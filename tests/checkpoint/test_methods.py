@@ -241,7 +241,8 @@ def test_the_configuration_that_older_tools_keep_apart(tiny_llama: Path, tmp_pat
 # ------------------------------------------------------------------ whatever a configuration holds
 
 VALUES: list[Any] = [
-    *(None, True, 0, -1, 3, 4, 8, 128, 1e30, 0.5, float("nan"), "", "x", "4", "int", "float", "group", "block"),
+    *(None, True, 0, -1, 3, 4, 8, 128, 1e30, 0.5, float("nan")),
+    *("", "x", "4", "int", "float", "group", "block"),
     *("re:(", "re:.*", [], ["re:["], ["Linear"], [[128]], [128, 128], {}, {"x": 1}, "128x128", "gptq_v2", "awq", "fp8"),
 ]
 SEEDS: list[dict[str, Any]] = [
@@ -284,7 +285,7 @@ def mutate(value: Any, generator: random.Random) -> Any:
 
 
 def stored_kinds() -> list[Tensors]:
-    """What the first methods of SEEDS store for one module, and tensors of wrong shapes and dtypes under the same names."""
+    """What the first methods of SEEDS store for one module; then tensors of wrong shapes and dtypes by the same names."""
     names = ["weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "qweight"]
     names += ["qzeros", "scales", "g_idx", "weight_scale_inv", "input_scale", "compressed", "bitmask", "shape"]
     packed = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from octavo.checkpoint.base import Checkpoint
 from octavo.checkpoint.gguf_blocks import PLAIN_TYPES, QUANTIZED_TYPES, dequantize_any, repack
-from octavo.checkpoint.gguf_config import huggingface_config, huggingface_name, token_ids
+from octavo.checkpoint.gguf_config import architecture_of, huggingface_config, token_ids
 from octavo.checkpoint.gguf_file import GGUFFile, GGUFTensor
 from octavo.checkpoint.gguf_tokenizer import build_tokenizer
 from octavo.checkpoint.quantized import QuantizedWeight
@@ -18,14 +19,23 @@ from octavo.errors import UnsupportedModelError
 
 
 class GGUFCheckpoint(Checkpoint):
-    """Q4_0, Q4_1 and Q8_0 matrices stay quantized; F32, F16 and BF16 are views of the mapped file."""
+    """Matrices in blocks of 32 (gguf_blocks) stay quantized; F32, F16 and BF16 are views of the mapped file."""
 
     def __init__(self, path: Path) -> None:
         self._file = GGUFFile(path)
         config = huggingface_config(self._file)
         super().__init__(path, config, token_ids(self._file.metadata))
-        named = {huggingface_name(name): tensor for name, tensor in self._file.tensors.items()}
-        self._tensors = {name: tensor for name, tensor in named.items() if name is not None}
+        self._architecture = architecture_of(self._file)
+        self._tensors = dict(self._named_tensors())
+
+    def _named_tensors(self) -> Iterator[tuple[str, GGUFTensor]]:
+        """Hugging Face's names; each expert of a tensor that holds all of them has its own."""
+        for stored, tensor in self._file.tensors.items():
+            name = self._architecture.name(stored)
+            if name is not None and "{}" in name:
+                yield from ((name.format(number), part) for number, part in enumerate(tensor.split()))
+            elif name is not None:
+                yield name, tensor
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -53,8 +63,10 @@ class GGUFCheckpoint(Checkpoint):
         if entry is None:
             raise self._missing(name)
         self._check_shape(name, entry.shape, shape)
-        order = self._row_order(name, entry)
         found = self._decode(entry)
+        if self._architecture.one_added and name.endswith("norm.weight") and isinstance(found, Tensor):
+            return found - 1
+        order = self._row_order(name, entry)
         if order is None:
             return found
         return found.select_rows(order) if isinstance(found, QuantizedWeight) else found[order]
@@ -77,7 +89,7 @@ class GGUFCheckpoint(Checkpoint):
         """llama.cpp stores q and k of Llama with the two halves of each head interleaved; this undoes it."""
         heads_of = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         projection = name.split(".")[-2]
-        if self.metadata["general.architecture"] != "llama" or projection not in heads_of:
+        if not self._architecture.permuted or projection not in heads_of:
             return None
         heads = self.config[heads_of[projection]]
         rows = entry.shape[0]

@@ -1,4 +1,4 @@
-"""GGUF metadata -> Hugging Face's config.json and tensor names, for the architectures llama, qwen2 and qwen3."""
+"""GGUF metadata -> Hugging Face's config.json."""
 
 from __future__ import annotations
 
@@ -8,67 +8,43 @@ from typing import Any
 
 import numpy as np
 
+from octavo.checkpoint.gguf_architectures import ARCHITECTURES, EXPERTS, MIXTRAL, Architecture
 from octavo.checkpoint.gguf_file import GGUFFile
 from octavo.errors import CheckpointError, UnsupportedModelError
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 ROPE_FACTORS = "rope_freqs.weight"
+PHI_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 # Meta's constants for every Llama 3.1 and later; the file keeps only the factors that they make.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def huggingface_name(name: str) -> str | None:
-    """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight"; None for a tensor that has no such name."""
-    stem, _, kind = name.rpartition(".")
-    if stem in TOP_NAMES:
-        return f"{TOP_NAMES[stem]}.{kind}"
-    parts = stem.split(".")
-    if len(parts) == 3 and parts[0] == "blk" and parts[2] in BLOCK_NAMES:
-        return f"model.layers.{parts[1]}.{BLOCK_NAMES[parts[2]]}.{kind}"
-    return None
-
-
-def check_architecture(file: GGUFFile) -> str:
+def architecture_of(file: GGUFFile) -> Architecture:
     """The file's architecture; UnsupportedModelError with its name when it is not one of ARCHITECTURES."""
-    architecture = file.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES or file.metadata.get(f"{architecture}.expert_count", 0):
-        experts = " with experts" if architecture in ARCHITECTURES else ""
+    name = file.metadata.get("general.architecture")
+    experts = file.metadata.get(f"{name}.expert_count", 0)
+    if name not in ARCHITECTURES or (experts and name not in ("llama", *EXPERTS)):
         raise UnsupportedModelError(
-            f"{file.path}: GGUF architecture {architecture!r}{experts} is not read; {', '.join(ARCHITECTURES)} are. "
-            "Use the model's safetensors checkpoint"
+            f"{file.path}: GGUF architecture {name!r}{' with experts' if experts else ''} is not read; "
+            f"{', '.join(ARCHITECTURES)} are. Use the model's safetensors checkpoint"
         )
     if file.metadata.get("split.count", 1) > 1:
         raise UnsupportedModelError(
             f"{file.path} is one of {file.metadata['split.count']} parts; join them with llama-gguf-split --merge"
         )
-    return str(architecture)
+    return MIXTRAL if experts and name == "llama" else ARCHITECTURES[str(name)]
 
 
 def huggingface_config(file: GGUFFile) -> dict[str, Any]:
     """config.json as transformers would have it."""
-    architecture = check_architecture(file)
-    fields = _Fields(file.path, file.metadata, architecture)
+    architecture = architecture_of(file)
+    fields = _Fields(file.path, file.metadata, str(file.metadata["general.architecture"]))
     heads = fields.integer("attention.head_count")
     hidden = fields.integer("embedding_length")
     head_dim = fields.optional("attention.key_length") or fields.optional("rope.dimension_count") or hidden // heads
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[architecture]],
-        "model_type": architecture,
-        "hidden_act": "silu",
+        "architectures": [architecture.model_class],
+        "model_type": architecture.model_type,
+        "hidden_act": architecture.activation,
         "hidden_size": hidden,
         "intermediate_size": fields.integer("feed_forward_length"),
         "num_hidden_layers": fields.integer("block_count"),
@@ -83,15 +59,56 @@ def huggingface_config(file: GGUFFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "torch_dtype": "bfloat16",
     }
-    if architecture != "qwen2":
+    if architecture.model_type not in ("qwen2", "phi3"):
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    if architecture == "llama":
+    if architecture.model_type in ("llama", "granite"):
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     if window := fields.optional("attention.sliding_window"):
         config |= {"sliding_window": window, "use_sliding_window": True}
-        if architecture == "llama":
+        if architecture.model_type == "llama":
             config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    return config | token_ids(file.metadata)
+    return config | _own_fields(architecture.model_type, config, fields) | token_ids(file.metadata)
+
+
+def _own_fields(model_type: str, config: dict[str, Any], fields: _Fields) -> dict[str, Any]:
+    """What only this kind of model has."""
+    if model_type in ("gemma2", "gemma3_text"):
+        return _gemma_fields(model_type, config, fields)
+    if model_type == "granite":
+        return {
+            "attention_multiplier": fields.real("attention.scale", config["head_dim"] ** -0.5),
+            "embedding_multiplier": fields.real("embedding_scale", 1.0),
+            "residual_multiplier": fields.real("residual_scale", 1.0),
+            "logits_scaling": fields.real("logit_scale", 1.0),
+        }
+    if model_type in ("qwen3_moe", "mixtral"):
+        used = {"num_experts_per_tok": fields.integer("expert_used_count")}
+        count = fields.integer("expert_count")
+        if model_type == "mixtral":
+            return used | {"num_local_experts": count}
+        width = {"moe_intermediate_size": fields.integer("expert_feed_forward_length")}
+        return used | width | {"num_experts": count, "norm_topk_prob": True, "mlp_only_layers": []}
+    if model_type == "phi3":
+        rotary = fields.optional("rope.dimension_count") or config["head_dim"]
+        return {"partial_rotary_factor": rotary / config["head_dim"], "pad_token_id": None}
+    return {}
+
+
+def _gemma_fields(model_type: str, config: dict[str, Any], fields: _Fields) -> dict[str, Any]:
+    """Windows alternate with full attention; the largest model of each generation scales queries by its own rule."""
+    layers, heads, head_dim = config["num_hidden_layers"], config["num_attention_heads"], config["head_dim"]
+    largest = layers == (46 if model_type == "gemma2" else 62)
+    period = 2 if model_type == "gemma2" else 6
+    kinds = ["full_attention" if (layer + 1) % period == 0 else "sliding_attention" for layer in range(layers)]
+    found: dict[str, Any] = {
+        "hidden_activation": config["hidden_act"],
+        "query_pre_attn_scalar": config["hidden_size"] // heads if largest else head_dim,
+        "layer_types": kinds,
+    }
+    if model_type == "gemma2":
+        caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+        return found | {key: fields.real(key, default) for key, default in caps.items()}
+    return found | {"rope_local_base_freq": fields.real("rope.freq_base_swa", 10000.0)}
 
 
 def token_ids(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -147,6 +164,8 @@ def _vocab_size(file: GGUFFile) -> int:
 
 
 def _rope_scaling(file: GGUFFile, fields: _Fields, head_dim: int) -> dict[str, Any] | None:
+    if PHI_FACTORS[0] in file.tensors:
+        return _longrope(file, fields)
     if ROPE_FACTORS in file.tensors:
         return _llama3_scaling(file, fields.real("rope.freq_base", 10000.0), head_dim)
     kind = fields.get("rope.scaling.type")
@@ -159,6 +178,13 @@ def _rope_scaling(file: GGUFFile, fields: _Fields, head_dim: int) -> dict[str, A
     if (original := fields.optional("rope.scaling.original_context_length")) and kind == "yarn":
         scaling["original_max_position_embeddings"] = original
     return scaling
+
+
+def _longrope(file: GGUFFile, fields: _Fields) -> dict[str, Any]:
+    """Phi's factors, one a frequency, for contexts up to the original length and for longer ones."""
+    short, long = (file.raw(file.tensors[name]).view(np.float32).tolist() for name in PHI_FACTORS)
+    scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    return scaling | {"original_max_position_embeddings": fields.integer("rope.scaling.original_context_length")}
 
 
 def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:

@@ -56,6 +56,14 @@ class GGUFTensor:
     offset: int
     num_bytes: int
 
+    def split(self) -> list[GGUFTensor]:
+        """The slices along the first dimension."""
+        size = self.num_bytes // self.shape[0]
+        return [
+            GGUFTensor(f"{self.name}[{index}]", self.type_number, self.shape[1:], self.offset + index * size, size)
+            for index in range(self.shape[0])
+        ]
+
     @property
     def type_name(self) -> str:
         return block_layout(self.type_number)[0]

