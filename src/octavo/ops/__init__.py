@@ -2,7 +2,8 @@
 
 from octavo.ops.compile_ahead import compile_ahead, plan_attention
 from octavo.ops.decoder import DecoderLayer, FusedDecoder, fuse_decoder
-from octavo.ops.experts import Expert, PackedExperts, experts, pack_experts
+from octavo.ops.experts import experts, pack_experts
+from octavo.ops.experts_base import Expert, PackedExperts
 from octavo.ops.functions import (
     add_rms_norm,
     argmax,

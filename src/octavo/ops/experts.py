@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from octavo.ops.experts_base import Activation, Expert, PackedExperts
 from octavo.ops.functions import linear, pack_weight
 from octavo.ops.packed_weight import PackedWeight, QuantizedWeightLike
-
-Expert = tuple[Sequence[Tensor | QuantizedWeightLike], Tensor | QuantizedWeightLike]
-"""Gate and up, merged [2 I, H] or in two parts, and down [H, I]."""
-Activation = Callable[[Tensor], Tensor]
-
-
-class PackedExperts(ABC):
-    """The weights of E experts in the order that a kernel reads; made by `pack_experts`."""
-
-    num_experts: int
-
-    @property
-    @abstractmethod
-    def num_bytes(self) -> int:
-        """Memory that they occupy, with scales."""
-
-    @abstractmethod
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """See `experts`."""
+from octavo.ops.triton import runtime, weights_experts
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, packed: PackedExperts) -> Tensor:
@@ -48,10 +30,15 @@ def pack_experts(
 ) -> PackedExperts:
     """Bring the experts' weights into the order of the fastest products for this device.
 
-    `given` is read one expert at a time. `activation` maps [T, 2 I] to [T, I]; `dtype` is that of the inputs.
-    deterministic: as for `pack_weight`.
+    `given` is read one expert at a time where each is packed by itself. `activation` maps [T, 2 I] to [T, I]; `dtype`
+    is that of the inputs. deterministic: as for `pack_weight`.
     """
-    return ExpertLoop(given, activation, dtype, torch.device(device), deterministic)
+    device = torch.device(device)
+    if device.type == "cuda" and runtime.unavailable() is None and not deterministic:
+        given = list(given)
+        if weights_experts.rejects(given) is None:
+            return weights_experts.TritonExperts(given, activation, device)
+    return ExpertLoop(given, activation, dtype, device, deterministic)
 
 
 class ExpertLoop(PackedExperts):
