@@ -19,11 +19,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from octavo.ops.triton import elementwise, gemv_8bit, linear_8bit, linear_8bit_shares, quantize
+from octavo.ops.triton import elementwise, gemv_8bit, linear_8bit, quantize
 from octavo.ops.triton.runtime import Tile
 
 TARGET = GPUTarget("cuda", 90, 32)
-SHARES = ((16, 128, 4, 10), (32, 128, 4, 9), (64, 128, 4, 8), (128, 128, 8, 5), (128, 256, 8, 3), (256, 128, 8, 3))
 MAX_SHARED = 227 * 1024
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (4096, 1024), (576, 576))
 
@@ -35,7 +34,7 @@ def compile_kernel(
     names = kernel.arg_names
     given = {name: signature.get(name, "constexpr") for name in names}
     fixed = {(names.index(name),): value for name, value in constants.items()}
-    skipped = {"M", "blocks_m", "total", "eps"}
+    skipped = {"M", "eps"}
     aligned = {
         (names.index(name),): [["tt.divisibility", 16]]
         for name, kind in signature.items()
@@ -128,30 +127,6 @@ def many_rows(tile: Tile, k: int, kind: str, with_extras: bool) -> tuple[str, in
     return compile_kernel(linear_8bit.many_rows_kernel, signature, constants, options)
 
 
-def shares(tile: Tile, k: int, kind: str, with_extras: bool, most: int) -> tuple[str, int]:
-    code, total = ("i8", "i32") if kind == "w8a8" else ("fp8e4nv", "fp32")
-    signature = {"codes": f"tensordesc<{code}[{tile.rows}, {tile.k}]>", "scale": "*fp32"}
-    signature |= {"w": f"tensordesc<{code}[{tile.n}, {tile.k}]>", "w_pointer": f"*{code}", "w_scale": "*fp32"}
-    signature |= {"out": "*bf16", "partial": f"*{total}", "counters": "*i32"}
-    constants: dict[str, Any] = {}
-    for name in ("bias", "residual"):
-        if with_extras:
-            signature[name] = "*bf16"
-        else:
-            constants[name] = None
-    signature |= {"M": "i32", "N": "i32", "blocks_m": "i32", "total": "i32"}
-    sums = triton.language.int32 if kind == "w8a8" else triton.language.float32
-    constants |= {"K": k, "SUM": sums, "BLOCK_M": tile.rows, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "MOST": most}
-    constants |= {
-        "CHUNKS": min(triton.next_power_of_2(most + 1), tile.n // 16),
-        "AHEAD": tile.stages * tile.k,
-        "PDL": True,
-        "NATIVE": True,
-    }
-    options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": True}
-    return compile_kernel(linear_8bit_shares.shares_kernel, signature, constants, options)
-
-
 def products(wanted: str) -> list[bool]:
     results = []
     seen = set()
@@ -173,53 +148,56 @@ def products(wanted: str) -> list[bool]:
     return results
 
 
-def equal_shares(wanted: str) -> list[bool]:
-    results = []
-    for kind in ("w8a8", "fp8"):
-        for rows, block, warps, stages in SHARES:
-            for k, most in ((4096, 2), (14336, 6)):
-                if wanted in f"{kind} shares m{rows}":
-                    tile = Tile(rows, block, 128, linear_8bit.SHARES, warps, stages)
-                    compiled = shares(tile, k, kind, most > 2, most)
-                    results.append(report(f"{kind} shares of {most}, {k} m{rows} {tuple(tile)}", compiled, "wgmma"))
-    return results
-
-
 def rows(wanted: str) -> list[bool]:
     results = []
     for width in (576, 1024, 4096, 8192, 14336):
-        for is_alone, kind, code in (
-            (alone, *of) for alone in (False, True) for of in ((None, "bf16"), ("int8", "i8"), ("fp8", "fp8e4nv"))
-        ):
-            block, warps = quantize.row_launch(width, is_alone)
-            options = {"num_warps": warps, "launch_pdl": True}
-            if wanted not in f"rows {width} {kind}":
-                continue
-            scale = {} if kind is None else {"scale": "*fp32"}
-            none = {"scale": None} if kind is None else {}
-            signature = {"x": "*bf16", "out": f"*{code}", "width": "i32", "x_stride": "i32"} | scale
-            norm = signature | {"residual": "*bf16", "weight": "*bf16", "eps": "fp32"}
-            constants = {"BLOCK": block, "KIND": kind, "PDL": True, "NATIVE": True} | none
-            compiled = compile_kernel(elementwise.norm_kernel, norm, constants, options)
-            results.append(report(f"norm {width} {kind} {warps}", compiled))
-            compiled = compile_kernel(elementwise.gate_kernel, signature, constants | {"GATE": "silu"}, options)
-            results.append(report(f"gate {width} {kind} {warps}", compiled))
-            if kind is not None:
-                parts = constants | {"GATE": "silu", "PARTS": -(-width // elementwise.PART), "BLOCK": elementwise.PART}
-                compiled = compile_kernel(elementwise.gate_parts_kernel, signature, parts, options | {"num_warps": 8})
-                results.append(report(f"gate in parts {width} {kind}", compiled))
-                signature["codes"] = signature.pop("out")
-                compiled = compile_kernel(quantize.quantize_kernel, signature, constants | {"fixed": None}, options)
-                results.append(report(f"quantize {width} {kind} {warps}", compiled))
-                signature["fixed"] = "fp32"
-                compiled = compile_kernel(quantize.quantize_kernel, signature, constants, options)
-                results.append(report(f"quantize by a static scale {width} {kind} {warps}", compiled))
+        for is_alone in (False, True):
+            for kind in (None, "int8", "fp8"):
+                if wanted in f"rows {width} {kind}":
+                    results += row_kernels(width, is_alone, kind)
+    return results
+
+
+def row_kernels(width: int, is_alone: bool, kind: str | None) -> list[bool]:
+    """Norm, activation and rounding of rows; `kind` None for those that round nothing to 8 bits."""
+    results = []
+    block, warps = quantize.row_launch(width, is_alone)
+    options = {"num_warps": warps, "launch_pdl": True}
+    label = f"{width} {kind} {warps}"
+    common = {"x": "*bf16", "width": "i32", "x_stride": "i32"}
+    constants: dict[str, Any] = {"BLOCK": block, "KIND": kind, "PDL": True, "NATIVE": True}
+    if kind is None:
+        common |= {"out": "*bf16"}
+        constants |= {"scale": None}
+    else:
+        common |= {"out": "*i8" if kind == "int8" else "*fp8e4nv", "scale": "*fp32"}
+    scales = [({}, {"x_row": None, "x_column": None})]
+    if kind == "fp8":  # only products of FP8 leave their scales
+        scales.append(({"x_row": "*fp32", "x_column": "*fp32"}, {}))
+    for given, none in scales:
+        with_scales = " with scales" if given else ""
+        norm = common | given | {"residual": "*bf16", "weight": "*bf16", "eps": "fp32"}
+        compiled = compile_kernel(elementwise.norm_kernel, norm, constants | none, options)
+        results.append(report(f"norm {label}{with_scales}", compiled))
+        gate = constants | none | {"GATE": "silu"}
+        compiled = compile_kernel(elementwise.gate_kernel, common | given, gate, options)
+        results.append(report(f"gate {label}{with_scales}", compiled))
+        if kind is not None:
+            gate |= {"PARTS": -(-width // elementwise.PART), "BLOCK": elementwise.PART}
+            compiled = compile_kernel(elementwise.gate_parts_kernel, common | given, gate, options | {"num_warps": 8})
+            results.append(report(f"gate in parts {label}{with_scales}", compiled))
+    if kind is not None:
+        signature = {("codes" if name == "out" else name): of for name, of in common.items()}
+        compiled = compile_kernel(quantize.quantize_kernel, signature, constants | {"fixed": None}, options)
+        results.append(report(f"quantize {label}", compiled))
+        compiled = compile_kernel(quantize.quantize_kernel, signature | {"fixed": "fp32"}, constants, options)
+        results.append(report(f"quantize by a static scale {label}", compiled))
     return results
 
 
 def main() -> None:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    results = rows(wanted) + products(wanted) + equal_shares(wanted)
+    results = rows(wanted) + products(wanted)
     print(f"{sum(results)} of {len(results)} kernels are as they should be")
     sys.exit(0 if all(results) else 1)
 

@@ -55,14 +55,14 @@ def candidates(n: int, k: int, m: int) -> list[Tile]:
         found = [tile for tile in found if tile.rows * tile.n >= 1 << 14] + [Tile(256, 128, 128, 0, 8, 3)]
         found += [Tile(128, 128, 128, 0, 4, 5), Tile(128, 128, 128, 0, 8, 5), Tile(128, 256, 128, 0, 8, 4)]
     if m >= 128:
-        found.append(linear_8bit.TORCH)
-    fits = [t for t in found if t.rows == 1 or (t.rows + t.n) * t.k * t.stages <= 200 << 10]
+        found += [linear_8bit.TORCH, linear_8bit.UNSCALED]
+    fits = [t for t in found if t.rows <= 1 or (t.rows + t.n) * t.k * t.stages <= 200 << 10]
     return list({key_of(t, k): t for t in fits}.values())
 
 
 def key_of(tile: Tile, k: int) -> Tile:
     """The sizes as the kernel gets them for rows of k."""
-    if tile.split in (0, linear_8bit.SHARES):
+    if tile.split == 0 or tile == linear_8bit.UNSCALED:
         return tile
     block_k, split = linear_8bit._parts(k, tile.k, abs(tile.split))
     return tile._replace(k=block_k, split=split if tile.split > 0 else -split)
@@ -85,7 +85,7 @@ def compile_part(kinds: list[str], part: int) -> None:
                 for tile in candidates(n, k, m):
                     seen.add((kind, k, key_of(tile, k)))
     for kind, k, tile in sorted(seen)[part::PROCESSES]:
-        if tile == linear_8bit.TORCH:
+        if tile in (linear_8bit.TORCH, linear_8bit.UNSCALED):
             continue
         codes, scale, w, w_scale = operands(1 if tile.rows == 1 else 16, 256, k, kind)
         try:
@@ -187,7 +187,7 @@ def measure(kind: str, name: str, deadline: float) -> list[dict[str, object]]:
     entries = []
     for m in ROWS:
         best: tuple[float, Tile, float] | None = None
-        tiles = [tile for tile in candidates(n, k, m) if kind == "fp8" or tile != linear_8bit.TORCH]
+        tiles = [tile for tile in candidates(n, k, m) if kind == "fp8" or tile.rows > 0]
         for tile in tiles if time.monotonic() < deadline else tiles[:1]:
             try:
                 error = case.check(m, tile)
@@ -223,8 +223,9 @@ def check_elementwise(x: Tensor, wide: Tensor, weight: Tensor) -> None:
     torch.testing.assert_close(plain, reference.rms_norm(x, weight, 1e-5), rtol=8e-3, atol=1e-3)
     torch.testing.assert_close(elementwise.silu_mul(wide), reference.silu_mul(wide), rtol=8e-3, atol=1e-3)
     for kind in ("int8", "fp8"):
-        pairs = [(elementwise.add_rms_norm_quant(x, None, weight, 1e-5, kind), plain)]
-        pairs.append((elementwise.silu_mul_quant(wide, kind), elementwise.silu_mul(wide)))
+        norm = elementwise.rms_norm(x.float(), weight, 1e-5)
+        pairs = [(elementwise.add_rms_norm_quant(x, None, weight, 1e-5, kind), norm)]
+        pairs.append((elementwise.gated_quant(wide, "silu", kind), elementwise.silu_mul(wide.float())))
         for (codes, scale), value in pairs:
             wanted, wanted_scale = reference.quantize_rows(value, kind)
             different = int((codes.view(torch.uint8) != wanted.view(torch.uint8)).sum() + (scale != wanted_scale).sum())
@@ -238,15 +239,15 @@ def measure_elementwise(rows: int) -> None:
     wide = torch.randn(rows, 28672, device="cuda").bfloat16()
     weight = torch.randn(4096, device="cuda").bfloat16()
     check_elementwise(x, wide, weight)
-    norm_quant, gate_quant = elementwise.add_rms_norm_quant, elementwise.silu_mul_quant
+    norm_quant, gate_quant = elementwise.add_rms_norm_quant, elementwise.gated_quant
     calls: list[tuple[str, Callable[[], object], int]] = [
         ("rms_norm", lambda: elementwise.rms_norm(x, weight, 1e-5), 4 * x.numel()),
         ("add_rms_norm", lambda: elementwise.add_rms_norm(x, residual, weight, 1e-5), 8 * x.numel()),
         ("add_rms_norm int8", lambda: norm_quant(x, residual, weight, 1e-5, "int8"), 7 * x.numel()),
         ("add_rms_norm fp8", lambda: norm_quant(x, residual, weight, 1e-5, "fp8"), 7 * x.numel()),
         ("silu_mul", lambda: elementwise.silu_mul(wide), 3 * wide.numel()),
-        ("silu_mul int8", lambda: gate_quant(wide, "int8"), 5 * wide.numel() // 2),
-        ("silu_mul fp8", lambda: gate_quant(wide, "fp8"), 5 * wide.numel() // 2),
+        ("silu_mul int8", lambda: gate_quant(wide, "silu", "int8"), 5 * wide.numel() // 2),
+        ("silu_mul fp8", lambda: gate_quant(wide, "silu", "fp8"), 5 * wide.numel() // 2),
         ("quantize int8", lambda: quantize.quantize_rows(x, "int8"), 3 * x.numel()),
         ("torch silu_mul", lambda: F.silu(wide[:, :14336]) * wide[:, 14336:], 3 * wide.numel()),
     ]

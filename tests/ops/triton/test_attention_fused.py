@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.ops import reference
 from octavo.ops.triton.attention_fused import MAX_REQUESTS, rotary_and_attend
+from octavo.ops.triton.scaled import Scaled
 
 
 def inputs(step: Step, heads: int, rotary: int, has_norms: bool, seed: int = 2) -> tuple[Tensor, Tensor, tuple]:
@@ -25,10 +26,14 @@ def inputs(step: Step, heads: int, rotary: int, has_norms: bool, seed: int = 2) 
 
 def compare(
     step: Step, heads: int, rotary: int, has_norms: bool, interleaved: bool, window: int | None = None,
-    softcap: float | None = None, num_splits: int | None = None, seed: int = 2,
+    softcap: float | None = None, num_splits: int | None = None, seed: int = 2, is_scaled: bool = False,
 ) -> None:  # fmt: skip
     cache, d = step.cache, step.cache.head_dim
     qkv, cos_sin, norms = inputs(step, heads, rotary, has_norms, seed)
+    exact_qkv, given = qkv.float(), qkv
+    if is_scaled:
+        given = Scaled(qkv, *(0.5 + torch.rand(n, device=qkv.device) for n in ((len(qkv), 1), qkv.shape[1:])))
+        exact_qkv = exact_qkv * given.row * given.column
     shape = (heads, cache.num_kv_heads, d)
     newest = step.meta.slot_mapping[step.meta.slot_mapping >= 0]
     for x in (cache.k, cache.v):  # nothing reads the newest slot before it is written
@@ -36,12 +41,12 @@ def compare(
     plain = ops.KVCache(cache.k.float(), cache.v.float(), interleaved=False)
     wide = [None if x is None else x.float() for x in norms]
     exact = reference.rotary_and_store(
-        qkv.float(), step.positions, cos_sin, plain, step.meta, *shape, *wide, 1e-5, interleaved
+        exact_qkv, step.positions, cos_sin, plain, step.meta, *shape, *wide, 1e-5, interleaved
     )
     live = step.meta.seq_lens > 0
     expected = reference.paged_attention(exact, plain, step.meta, d**-0.5, window, softcap, None)
     out = rotary_and_attend(
-        qkv, step.positions, cos_sin, cache, step.meta, *shape, d**-0.5, window, softcap, *norms, 1e-5, interleaved,
+        given, step.positions, cos_sin, cache, step.meta, *shape, d**-0.5, window, softcap, *norms, 1e-5, interleaved,
         num_splits=num_splits,
     )  # fmt: skip
     assert relative_error(out[live], expected[live]) < TOLERANCE
@@ -61,6 +66,12 @@ def test_one_launch_is_the_two_operations(
 ) -> None:
     step = Step([1] * 4, [1, 65, 200, 0], 16, kv_heads, head_dim, device)
     compare(step, heads, rotary, norms, interleaved)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_scales_that_a_product_left_are_applied(norms: bool, device: torch.device) -> None:
+    step = Step([1] * 4, [1, 65, 200, 0], 16, 2, 64, device)
+    compare(step, 6, 48, norms, False, is_scaled=True)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 30])

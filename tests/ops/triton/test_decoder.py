@@ -8,16 +8,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from exact import exact_casts  # noqa: F401
 from paged import Step, relative_error
 from random_weights import quantized
 from torch import Tensor
 
 from octavo import ops
+from octavo.checkpoint.quantized import QuantizedWeight
+from octavo.checkpoint.scheme import ActivationScheme, WeightScheme
 from octavo.ops import reference
 from octavo.ops.decoder import DecoderLayer
 from octavo.ops.packed_weight import TorchDense
 from octavo.ops.triton import decoder, runtime
+from octavo.ops.triton.scaled import Scaled
 from octavo.ops.triton.weights import TritonCodes, TritonDense
+from octavo.ops.triton.weights_8bit import Triton8Bit
 
 HIDDEN, INNER, HEADS, KV_HEADS, D = 96, 160, 6, 2, 32
 BF16 = torch.bfloat16
@@ -29,8 +34,12 @@ def attention_that_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter has no product of bf16, so attention, which has tests of its own, is the reference there."""
     if not runtime.is_native():
         monkeypatch.setattr(decoder, "_rotary_and_attend", lambda *args: NotImplemented)
-        monkeypatch.setattr(decoder, "_rotary_and_store", reference.rotary_and_store)
+        monkeypatch.setattr(decoder, "_rotary_and_store", whole_rotary_and_store)
         monkeypatch.setattr(decoder, "_paged_attention", reference.paged_attention)
+
+
+def whole_rotary_and_store(qkv: Tensor | Scaled, *args: Any) -> Tensor:
+    return reference.rotary_and_store(decoder._whole(qkv), *args)
 
 
 def make_layer(kind: str, generator: torch.Generator, device: torch.device, **changes: Any) -> DecoderLayer:
@@ -38,6 +47,10 @@ def make_layer(kind: str, generator: torch.Generator, device: torch.device, **ch
         if kind in ("dense", "torch"):
             dense = (torch.randn(n, k, generator=generator) / k**0.5).bfloat16()
             return TritonDense(dense, device) if kind == "dense" else TorchDense(dense, BF16, device)
+        if kind == "fp8":
+            codes, scale = reference.quantize_rows(torch.randn(n, k, generator=generator) / k**0.5, kind)
+            scheme = WeightScheme(8, "float", True, "channel", None, ActivationScheme(type="float"))
+            return Triton8Bit(QuantizedWeight(scheme, (n, k), codes, scale), device)
         packed = quantized(n, k, kind, 32, generator)
         packed.scale *= 0.01 if kind[0] == "8" else 0.2
         if packed.offset is not None:
@@ -68,6 +81,9 @@ def exact(layer: DecoderLayer, x: Tensor, cos_sin: Tensor, step: Step, cache: op
     """The layer in float32, but for the cache."""
 
     def product(x: Tensor, weight: ops.PackedWeight, bias: Tensor | None) -> Tensor:
+        if weight.input_kind is not None:
+            codes, scale = reference.quantize_rows(x, weight.input_kind)
+            x = codes.float() * scale
         dense = weight.rows(torch.arange(weight.shape[0], device=x.device), torch.float32)
         return F.linear(x, dense, None if bias is None else bias.float())
 
@@ -82,7 +98,9 @@ def exact(layer: DecoderLayer, x: Tensor, cos_sin: Tensor, step: Step, cache: op
     return x + product(y, layer.down, layer.down_bias)
 
 
-def compare(layers: list[DecoderLayer], rows: list[int], lengths: list[int], device: torch.device) -> None:
+def compare(
+    layers: list[DecoderLayer], rows: list[int], lengths: list[int], device: torch.device, tolerance: float = 0.0
+) -> None:
     assert all(decoder.rejects_layer(layer) is None for layer in layers)
     generator = torch.Generator().manual_seed(7)
     step = Step(rows, lengths, 16, KV_HEADS, D, device, BF16)
@@ -96,9 +114,9 @@ def compare(layers: list[DecoderLayer], rows: list[int], lengths: list[int], dev
     done = decoder.fuse(layers)(x, step.positions, cos_sin, caches[1], [step.meta] * len(layers))
     assert done is not None
     actual = done[0].float() + done[1].float()
-    assert relative_error(actual, expected) < (1.5e-2 if runtime.is_native() else 3e-2)
+    assert relative_error(actual, expected) < max(tolerance, 1.5e-2 if runtime.is_native() else 3e-2)
     for left, right in zip(*caches, strict=True):
-        assert relative_error(right.k.nan_to_num(), left.k.nan_to_num()) < 3e-2
+        assert relative_error(right.k.nan_to_num(), left.k.nan_to_num()) < max(tolerance, 3e-2)
         assert torch.equal(left.v.isnan(), right.v.isnan())
 
 
@@ -110,6 +128,20 @@ STEPS = [([1], [5]), ([1, 1, 1], [3, 17, 40]), ([1, 1, 9], [8, 30, 9])]
 def test_layers(kind: str, rows: list[int], lengths: list[int], device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
     compare([make_layer(kind, generator, device) for _ in range(2)], rows, lengths, device)
+
+
+@pytest.mark.parametrize("has_biases", [False, True])
+@pytest.mark.parametrize(("rows", "lengths"), [([1] * 3, [3, 17, 40]), ([1] * 40, [*range(1, 41)]), ([70], [90])])
+@pytest.mark.usefixtures("exact_casts")
+def test_layers_of_fp8(has_biases: bool, rows: list[int], lengths: list[int], device: torch.device) -> None:
+    """From 33 rows on, each product leaves its scales to what reads it, unless a bias follows."""
+    generator = torch.Generator().manual_seed(5)
+    changes: dict[str, Any] = {}
+    if has_biases:
+        changes = {"qkv_bias": vector((HEADS + 2 * KV_HEADS) * D, generator, device)}
+        changes |= {"down_bias": vector(HIDDEN, generator, device)}
+    layers = [make_layer("fp8", generator, device, **changes) for _ in range(2)]
+    compare(layers, rows, lengths, device, tolerance=6e-2)
 
 
 @pytest.mark.parametrize(("rows", "lengths"), STEPS)

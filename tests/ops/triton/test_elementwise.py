@@ -9,6 +9,7 @@ from torch import Tensor
 
 from octavo.ops import reference
 from octavo.ops.triton import elementwise, quantize
+from octavo.ops.triton.scaled import Scaled
 
 pytestmark = pytest.mark.usefixtures("exact_casts")
 
@@ -98,19 +99,20 @@ def test_rounding_equals_the_reference(width: int, dtype: torch.dtype, kind: str
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_fused_rounding_equals_the_separate_operations(width: int, kind: str, device: torch.device) -> None:
+def test_fused_rounding_equals_the_separate_operations_in_float32(width: int, kind: str, device: torch.device) -> None:
     x, residual = random(3, width, torch.bfloat16, device), random(3, width, torch.bfloat16, device, 1)
     weight = weight_of(width, torch.bfloat16, device)
-    expected = quantize.quantize_rows(elementwise.rms_norm(x, weight, 1e-5), kind)
+    expected = quantize.quantize_rows(elementwise.rms_norm(x.float(), weight, 1e-5), kind)
     assert_same_codes(elementwise.add_rms_norm_quant(x, None, weight, 1e-5, kind), expected)
     other = residual.clone()
-    expected = quantize.quantize_rows(elementwise.add_rms_norm(x, residual, weight, 1e-5), kind)
+    elementwise.add_rms_norm(x, residual, weight, 1e-5)
+    expected = quantize.quantize_rows(elementwise.rms_norm(residual.float(), weight, 1e-5), kind)
     assert_same_codes(elementwise.add_rms_norm_quant(x, other, weight, 1e-5, kind), expected)
     assert torch.equal(residual, other)
     wide = random(3, 2 * width, torch.bfloat16, device, 2)
-    expected = quantize.quantize_rows(elementwise.silu_mul(wide), kind)
-    assert_same_codes(elementwise.silu_mul_quant(wide, kind), expected)
-    expected = quantize.quantize_rows(elementwise.gelu_tanh_mul(wide), kind)
+    expected = quantize.quantize_rows(elementwise.silu_mul(wide.float()), kind)
+    assert_same_codes(elementwise.gated_quant(wide, "silu", kind), expected)
+    expected = quantize.quantize_rows(elementwise.gelu_tanh_mul(wide.float()), kind)
     assert_same_codes(elementwise.gated_quant(wide, "gelu_tanh", kind), expected)
 
 
@@ -118,8 +120,34 @@ def test_fused_rounding_equals_the_separate_operations(width: int, kind: str, de
 @pytest.mark.parametrize("rows", [1, 3, 140])
 def test_wide_rows_are_rounded_in_parts_when_there_are_few(rows: int, kind: str, device: torch.device) -> None:
     wide = random(rows, 2 * 2500, torch.bfloat16, device, 2)
-    expected = quantize.quantize_rows(elementwise.silu_mul(wide), kind)
-    assert_same_codes(elementwise.silu_mul_quant(wide, kind), expected)
+    expected = quantize.quantize_rows(elementwise.silu_mul(wide.float()), kind)
+    assert_same_codes(elementwise.gated_quant(wide, "silu", kind), expected)
+
+
+def scaled(values: Tensor, device: torch.device) -> Scaled:
+    """Those numbers under random scales of rows and columns."""
+    generator = torch.Generator().manual_seed(5)
+    row, column = (0.1 + torch.rand(size, generator=generator) for size in ((values.shape[0], 1), (values.shape[1],)))
+    return Scaled(values, row.to(device), column.to(device))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "width"), [(3, 576), (3, 2500), (140, 72)])
+def test_scales_that_a_product_left_are_applied(rows: int, width: int, kind: str, device: torch.device) -> None:
+    x = scaled(random(rows, width, torch.bfloat16, device), device)
+    weight, residual = weight_of(width, torch.bfloat16, device), random(rows, width, torch.bfloat16, device, 1)
+    whole = x.values.float() * x.column * x.row
+    total = (whole + residual.float()).bfloat16()
+    expected = quantize.quantize_rows(elementwise.rms_norm(total.float(), weight, 1e-5), kind)
+    assert_same_codes(elementwise.add_rms_norm_quant(x, residual, weight, 1e-5, kind), expected)
+    assert torch.equal(residual, total)
+    expected = quantize.quantize_rows(elementwise.rms_norm(whole, weight, 1e-5), kind)
+    assert_same_codes(elementwise.add_rms_norm_quant(x, None, weight, 1e-5, kind), expected)
+    wide = scaled(random(rows, 2 * width, torch.bfloat16, device, 2), device)
+    exact = wide.values.float() * (wide.column * wide.row)
+    for gate in ("silu", "gelu_tanh"):
+        expected = quantize.quantize_rows(getattr(elementwise, f"{gate}_mul")(exact), kind)
+        assert_same_codes(elementwise.gated_quant(wide, gate, kind), expected)
 
 
 @pytest.mark.gpu

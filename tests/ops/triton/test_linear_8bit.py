@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch import Tensor
 
 from octavo.ops import reference
 from octavo.ops.triton import runtime
-from octavo.ops.triton.linear_8bit import SHARES, default_tile, linear_8bit
-from octavo.ops.triton.linear_8bit_shares import most_parts
+from octavo.ops.triton.linear_8bit import TORCH, UNSCALED, default_tile, linear_8bit, linear_for_reader
+from octavo.ops.triton.linear_8bit_parts import apply_scales
 from octavo.ops.triton.runtime import Tile
+from octavo.ops.triton.scaled import Scaled
 
 KINDS = ("int8", "fp8")
 ONE = (Tile(1, 4, 64, 1, 4, 1), Tile(1, 8, 256, 1, 4, 1))
 FEW = (Tile(16, 64, 64, 1, 4, 2), Tile(16, 32, 32, 3, 4, 2), Tile(32, 64, 128, 2, 4, 2), Tile(16, 32, 64, -2, 4, 2))
 MANY = (Tile(32, 32, 64, 0, 4, 2), Tile(64, 256, 32, 0, 4, 2))
-SHARED = (Tile(16, 32, 32, SHARES, 4, 2), Tile(64, 64, 64, SHARES, 4, 2), Tile(16, 64, 128, SHARES, 4, 2))
 
 
 def operands(m: int, n: int, k: int, kind: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -40,7 +38,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tile", FEW + SHARED + MANY)
+@pytest.mark.parametrize("tile", FEW + MANY)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 96, 192), (5, 100, 144), (40, 64, 128)])
 def test_products(m: int, n: int, k: int, tile: Tile, kind: str, device: torch.device) -> None:
     codes, scale, weight, weight_scale, exact = operands(m, n, k, kind, device)
@@ -81,7 +79,7 @@ def test_one_row_of_every_code(kind: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tile", [FEW[0], FEW[1], *SHARED[:2], *MANY])
+@pytest.mark.parametrize("tile", [FEW[0], FEW[1], *MANY, TORCH, UNSCALED])
 def test_bias_residual_and_rounding(tile: Tile, kind: str, device: torch.device) -> None:
     codes, scale, weight, weight_scale, exact = operands(7, 80, 96, kind, device)
     generator = torch.Generator().manual_seed(3)
@@ -105,17 +103,30 @@ def test_default_tiles_and_no_rows(kind: str, device: torch.device) -> None:
             assert relative_error(y, exact) < tolerance(kind, device)
 
 
-def test_equal_shares_are_counted() -> None:
-    """No block is shared by more programs than room and loops are made for."""
-    generator = random.Random(1)
-    for _ in range(100):
-        blocks, tiles, programs = (generator.randint(1, most) for most in (40, 30, 20))
-        total = blocks * tiles
-        programs = min(programs, total)
-        edges = [p * total // programs for p in range(programs + 1)]
-        owner = [p for p in range(programs) for _ in range(edges[p], edges[p + 1])]
-        shared = [len(set(owner[block * tiles : block * tiles + tiles])) for block in range(blocks)]
-        assert most_parts(blocks, tiles, programs) == max(shared)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_products_that_leave_their_scales_to_the_reader(rows: int, device: torch.device) -> None:
+    codes, scale, weight, weight_scale, exact = operands(rows, 64, 192, "fp8", device)
+    y = linear_for_reader(codes, scale, weight, weight_scale)
+    assert isinstance(y, Scaled) == (rows > 32)
+    if isinstance(y, Scaled):
+        assert y.values.dtype == torch.bfloat16
+        assert relative_error(y.values.double() * y.row * y.column, exact) < 3e-3
+        y = apply_scales(y)
+    assert relative_error(y, exact) < 5e-3
+    integers = operands(rows, 64, 192, "int8", device)
+    assert relative_error(linear_for_reader(*integers[:4]), integers[4]) < 5e-3  # type: ignore[arg-type]
+
+
+def test_scales_applied_after_a_product(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(3)
+    values, residual = (torch.randn(5, 1100, generator=generator).bfloat16().to(device) for _ in range(2))
+    row, column = torch.rand(5, 1, generator=generator).to(device), torch.rand(1100, generator=generator).to(device)
+    bias = torch.randn(1100, generator=generator).bfloat16().to(device)
+    expected = values.double() * row * column + bias.double()
+    total = expected + residual.double()
+    assert apply_scales(Scaled(values.clone(), row, column), bias, residual) is residual
+    assert relative_error(residual, total) < 8e-3
+    assert relative_error(apply_scales(Scaled(values, row, column), bias), expected) < 8e-3
 
 
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (28672, 4096), (576, 576), (64, 64)])

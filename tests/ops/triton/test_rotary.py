@@ -10,6 +10,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.ops import reference
 from octavo.ops.triton.rotary import rotary_and_store, store_kv
+from octavo.ops.triton.scaled import Scaled
 
 
 def inputs(step: Step, heads: int, rotary: int, norms: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
@@ -44,6 +45,21 @@ def test_rotary_and_store_is_the_reference(
     assert relative_error(q, q_expected) < TOLERANCE
     for ours, theirs in ((step.cache.k, expected.k), (step.cache.v, expected.v)):
         assert torch.equal(ours.isnan(), theirs.isnan())
+        assert relative_error(ours.nan_to_num(), theirs.nan_to_num()) < TOLERANCE
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_scales_that_a_product_left_are_applied(norms: bool, device: torch.device) -> None:
+    step = Step([1, 4], [20, 30], 16, 2, 80, device)
+    qkv, cos_sin, *weights = inputs(step, 4, 32, norms, torch.float32)
+    generator = torch.Generator().manual_seed(6)
+    row, column = (torch.rand(size, generator=generator).to(device) for size in ((5, 1), (qkv.shape[1],)))
+    expected = ops.KVCache(step.cache.k.clone(), step.cache.v.clone(), interleaved=False)
+    rest = (step.meta, 4, 2, 80, *weights, 1e-5, False)
+    q_expected = reference.rotary_and_store(qkv * column * row, step.positions, cos_sin, expected, *rest)
+    q = rotary_and_store(Scaled(qkv, row, column), step.positions, cos_sin, step.cache, *rest)
+    assert relative_error(q, q_expected) < TOLERANCE
+    for ours, theirs in ((step.cache.k, expected.k), (step.cache.v, expected.v)):
         assert relative_error(ours.nan_to_num(), theirs.nan_to_num()) < TOLERANCE
 
 

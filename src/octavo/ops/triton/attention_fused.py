@@ -19,15 +19,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from octavo.ops.kv_cache import AttentionMetadata, KVCache
 from octavo.ops.triton import attention_decode, runtime
 from octavo.ops.triton.attention_decode import FLOOR, NO_WINDOW, PREFETCHED, ask_for, attend_part, merge_parts
-from octavo.ops.triton.rotary import clamp_limit, to_cache
+from octavo.ops.triton.rotary import clamp_limit, load_scaled, to_cache
+from octavo.ops.triton.scaled import Scaled
+from octavo.ops.triton.scaled import parts as scaled_parts
 
 MAX_REQUESTS = 256  # as many as have been timed; with one part a request, as from 64 on, nothing is turned twice
 
 
 @triton.jit
 def _turned(
-    row, cos_row, norm, heads, live, eps, dtype: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    row, factor, columns, first_channel, cos_row, norm, heads, live, eps, dtype: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Heads [H, BLOCK_D] of a row, normed and rotated in float32, rounded to `dtype`.
 
@@ -41,14 +43,14 @@ def _turned(
         is_first = d < half
         partner, pair = tl.where(is_first, d + half, d - half), tl.where(is_first, d, d - half)
     turns = d < ROTARY
-    cells = heads[:, None] * D
+    cells = first_channel + heads[:, None] * D
     mask = live[:, None] & (d < D)[None]
-    x = tl.load(row + cells + d[None], mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(row + cells + partner[None], mask=live[:, None] & turns[None], other=0.0).to(tl.float32)
+    x = load_scaled(row, factor, columns, cells + d[None], mask)
+    y = load_scaled(row, factor, columns, cells + partner[None], live[:, None] & turns[None])
     if HAS_NORM:
-        factor = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
-        x *= factor * tl.load(norm + d, mask=d < D, other=0.0).to(tl.float32)[None]
-        y *= factor * tl.load(norm + partner, mask=turns, other=0.0).to(tl.float32)[None]
+        inverse = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        x *= inverse * tl.load(norm + d, mask=d < D, other=0.0).to(tl.float32)[None]
+        y *= inverse * tl.load(norm + partner, mask=turns, other=0.0).to(tl.float32)[None]
     cos = tl.load(cos_row + pair, mask=turns, other=1.0).to(tl.float32)
     sin = tl.load(cos_row + half + pair, mask=turns, other=0.0).to(tl.float32)
     return (x * cos[None] + y * tl.where(is_first, -sin, sin)[None]).to(dtype)
@@ -56,14 +58,15 @@ def _turned(
 
 @triton.jit(do_not_specialize=["window", "max_parts", "stride_table"])
 def fused_kernel(
-    qkv, positions, cos_sin, q_norm, k_norm, slots, k_cache, v_cache, block_table, seq_lens, out, parts, part_stats,
-    arrived, eps, scale, softcap, window, max_parts, stride_qkv, stride_cos, stride_table, stride_block, stride_head,
+    qkv, scales, columns, positions, cos_sin, q_norm, k_norm, slots, k_cache, v_cache, block_table, seq_lens, out,
+    parts, part_stats, arrived, eps, scale, softcap, window, max_parts, stride_qkv, stride_cos, stride_table,
+    stride_block, stride_head,
     HQ: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, ROTARY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
     LIMIT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, MERGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, key heads, requests)."""
+    """Grid (splits, key heads, requests). scales, columns: of the rows and the columns of qkv, or None."""
     split, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(0)
     length = tl.load(seq_lens + request)
@@ -91,21 +94,25 @@ def fused_kernel(
         tl.store(out_head + cell, tl.zeros((BLOCK_M, BLOCK_D), out.dtype.element_ty), mask=in_tile)
     if split < num_parts:
         row = qkv + request.to(tl.int64) * stride_qkv
+        factor = 1.0
+        if scales is not None:
+            factor = tl.load(scales + request)
         cos_row = cos_sin + tl.load(positions + request) * stride_cos
         dtype: tl.constexpr = qkv.dtype.element_ty
         query = _turned(
-            row + head * GROUP * D, cos_row, q_norm, m, m < GROUP, eps, dtype, D, BLOCK_D, ROTARY, Q_NORM, INTERLEAVED
-        )
+            row, factor, columns, head * GROUP * D, cos_row, q_norm, m, m < GROUP, eps, dtype, D, BLOCK_D, ROTARY,
+            Q_NORM, INTERLEAVED,
+        )  # fmt: skip
         row_max = tl.full((BLOCK_M,), FLOOR, tl.float32)
         sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         if split == num_parts - 1:
             one = tl.arange(0, 1)
             k = _turned(
-                row + (HQ + head) * D, cos_row, k_norm, one, one == 0, eps, tl.float32, D, BLOCK_D, ROTARY, K_NORM,
-                INTERLEAVED,
+                row, factor, columns, (HQ + head) * D, cos_row, k_norm, one, one == 0, eps, tl.float32, D, BLOCK_D,
+                ROTARY, K_NORM, INTERLEAVED,
             )  # fmt: skip
-            v = tl.load(row + (HQ + HKV + head) * D + d, mask=d < D, other=0.0).to(tl.float32)[None]
+            v = load_scaled(row, factor, columns, (HQ + HKV + head) * D + d, d < D)[None]
             new_k = to_cache(k, k_cache.dtype.element_ty, LIMIT)
             new_v = to_cache(v, v_cache.dtype.element_ty, LIMIT)
             slot = tl.load(slots + request)
@@ -144,7 +151,7 @@ def fused_kernel(
 
 
 def rotary_and_attend(
-    qkv: Tensor,
+    qkv: Tensor | Scaled,
     positions: Tensor,
     cos_sin: Tensor,
     cache: KVCache,
@@ -168,6 +175,7 @@ def rotary_and_attend(
     The same numbers but for the rounding of sums. A request whose `seq_lens` is 0 pads the batch: its row is zeros and
     nothing is written; no slot below 0 is. NotImplemented where the two calls must do it.
     """
+    qkv, scales, columns = scaled_parts(qkv)
     tokens, group, rotary = qkv.shape[0], num_heads // num_kv_heads, cos_sin.shape[1]
     if cache.interleaved or cache.deterministic or qkv.stride(1) != 1 or rotary > head_dim:
         return NotImplemented
@@ -188,7 +196,7 @@ def rotary_and_attend(
     factor, cap = attention_decode.score_factors(scale, softcap)
     pdl = runtime.uses_dependent_launch(qkv.device)
     fused_kernel[(num_splits, num_kv_heads, tokens)](
-        qkv, positions, cos_sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
+        qkv, scales, columns, positions, cos_sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
         meta.slot_mapping, cache.k, cache.v, meta.block_table, meta.seq_lens, out, parts, stats,
         attention_decode.arrivals(qkv.device, pairs), eps, factor, cap, NO_WINDOW if window is None else window,
         num_splits, qkv.stride(0), cos_sin.stride(0), meta.block_table.stride(0), cache.k.stride(0), cache.k.stride(1),

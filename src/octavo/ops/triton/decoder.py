@@ -97,7 +97,12 @@ def fuse(layers: Sequence[DecoderLayer]) -> Callable[..., tuple[Tensor, Tensor] 
 
 
 def _attend(
-    layer: DecoderLayer, qkv: Tensor | Scaled, positions: Tensor, cos_sin: Tensor, cache: KVCache, meta: AttentionMetadata
+    layer: DecoderLayer,
+    qkv: Tensor | Scaled,
+    positions: Tensor,
+    cos_sin: Tensor,
+    cache: KVCache,
+    meta: AttentionMetadata,
 ) -> Tensor:
     heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
     norms = (layer.q_norm, layer.k_norm, layer.head_eps, False)
@@ -167,7 +172,8 @@ def _whole(x: Tensor | Scaled) -> Tensor:
 def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor | Scaled:
     kind = _own_kind(weight)
     if kind is not None and isinstance(weight, Triton8Bit):
-        return _quantized_product(*_quantize_rows(x, kind), weight, bias)
+        codes, scale = _quantize_rows(x, kind)
+        return _quantized_product(codes, scale, weight, bias)
     return weight.linear(x, bias, torch.bfloat16)
 
 
@@ -184,7 +190,8 @@ def _normed_product(
     """The product of the norm of x plus the residual, which is changed in place."""
     kind = _own_kind(weight)
     if kind is not None:
-        return _quantized_product(*_norm_quant(x, residual, norm, eps, kind), weight, bias)
+        codes, scale = _norm_quant(x, residual, norm, eps, kind)
+        return _quantized_product(codes, scale, weight, bias)
     x = _whole(x)
     y = _rms_norm(x, norm, eps) if residual is None else _add_rms_norm(x, residual, norm, eps)
     return weight.linear(y, bias, torch.bfloat16)
@@ -198,7 +205,8 @@ def _own_kind(weight: PackedWeight) -> str | None:
 def _gated_product(x: Tensor | Scaled, activation: str, weight: PackedWeight, bias: Tensor | None) -> Tensor | Scaled:
     kind = _own_kind(weight)
     if kind is not None:
-        return _quantized_product(*_gated_quant(x, activation, kind), weight, bias)
+        codes, scale = _gated_quant(x, activation, kind)
+        return _quantized_product(codes, scale, weight, bias)
     x = _whole(x)
     y = _silu_mul(x) if activation == "silu" else _gelu_tanh_mul(x)
     return weight.linear(y, bias, torch.bfloat16)

@@ -1,7 +1,7 @@
 """Norms and gated activations, alone or rounded to 8 bits in the same pass; one program a row.
 
-A row stays in registers, so each number is read once. The norm is rounded to the dtype of its input before it is
-quantized, as the separate operations do it, so that both ways give the same bits.
+A row stays in registers, so each number is read once. What is rounded to 8 bits comes straight from float32: nearer to
+the exact result than by way of the input's dtype. Inputs may be products whose scales are still to be applied.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.ops.triton import runtime
 from octavo.ops.triton.quantize import ALONE, codes_of, empty_codes, row_launch, row_scale, store_codes
+from octavo.ops.triton.scaled import Scaled, parts
 
 MAX_WIDTH = 1 << 16  # a wider row does not fit the registers of a program
 PART = 2048  # columns a program of a gated activation that nobody quantizes
@@ -21,21 +22,29 @@ PART = 2048  # columns a program of a gated activation that nobody quantizes
 
 @triton.jit
 def norm_kernel(
-    x, residual, weight, out, scale, width, x_stride, eps,
+    x, x_row, x_column, residual, weight, out, scale, width, x_stride, eps,
     BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """RMS norm of a row of x, or of residual + x where there is a residual, which gets that sum."""
+    """RMS norm of a row of x, or of residual + x where there is a residual, which gets that sum.
+
+    x_row, x_column: scales of the rows and columns of x, or None.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    gain = tl.load(weight + column, mask=inside, other=0)  # a weight of the model: no kernel ahead writes it
+    gain = tl.load(weight + column, mask=inside, other=0)  # of the model, as x_column: no kernel ahead writes it
+    if x_column is not None:
+        factor = tl.load(x_column + column, mask=inside, other=0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     value = tl.load(x + row * x_stride + column, mask=inside, other=0)
+    if x_row is not None:
+        value = value.to(tl.float32) * factor * tl.load(x_row + row)
     if residual is not None:
         place = residual + row * width + column
-        value = (value.to(tl.float32) + tl.load(place, mask=inside, other=0).to(tl.float32)).to(value.dtype)
+        total = value.to(tl.float32) + tl.load(place, mask=inside, other=0).to(tl.float32)
+        value = total.to(residual.dtype.element_ty)
         tl.store(place, value, mask=inside)
     y = value.to(tl.float32)
     y *= tl.rsqrt(tl.sum(y * y) / width + eps)
@@ -43,7 +52,7 @@ def norm_kernel(
     if KIND is None:
         tl.store(out + row * width + column, y.to(out.dtype.element_ty), mask=inside)
     else:
-        store_codes(_round(y, value, NATIVE), out, scale, row, column, inside, width, KIND, NATIVE)
+        store_codes(y, out, scale, row, column, inside, width, KIND, NATIVE)
 
 
 @triton.jit
@@ -78,54 +87,64 @@ def _activate(gate, up, GATE: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _round(y, like, NATIVE: tl.constexpr):
-    """y in the dtype of `like`; bfloat16 two at a time, since the compiler takes a slow instruction for single ones."""
-    if NATIVE and like.dtype == tl.bfloat16:
+def _round(y, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    """y (float32) in `dtype`; bfloat16 two at a time, since the compiler takes a slow instruction for single ones."""
+    if NATIVE and dtype == tl.bfloat16:
         y = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [y], dtype=tl.bfloat16, is_pure=True, pack=2
         )
     else:
-        y = y.to(like.dtype)
+        y = y.to(dtype)
     return y
 
 
 @triton.jit
+def _gated_part(
+    x, x_row, x_column, row, column, inside, width, x_stride, GATE: tl.constexpr, NATIVE: tl.constexpr
+):  # fmt: skip
+    """Columns of an activated row, in float32."""
+    gate = tl.load(x + row * x_stride + column, mask=inside, other=0).to(tl.float32)
+    up = tl.load(x + row * x_stride + width + column, mask=inside, other=0).to(tl.float32)
+    if x_row is not None:
+        factor = tl.load(x_row + row)
+        gate *= tl.load(x_column + column, mask=inside, other=0) * factor
+        up *= tl.load(x_column + width + column, mask=inside, other=0) * factor
+    return _activate(gate, up, GATE, NATIVE)
+
+
+@triton.jit
 def gate_kernel(
-    x, out, scale, width, x_stride,
+    x, x_row, x_column, out, scale, width, x_stride,
     BLOCK: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """activation(x[:width]) * x[width:] of a row; program (row, part of its columns)."""
+    """activation(x[:width]) * x[width:] of a row; program (row, part of its columns). Scales as in `norm_kernel`."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    gate = tl.load(x + row * x_stride + column, mask=inside, other=0)
-    up = tl.load(x + row * x_stride + width + column, mask=inside, other=0)
-    y = _round(_activate(gate.to(tl.float32), up.to(tl.float32), GATE, NATIVE), gate, NATIVE)
+    y = _gated_part(x, x_row, x_column, row, column, inside, width, x_stride, GATE, NATIVE)
     if KIND is None:
-        tl.store(out + row * width + column, y, mask=inside)
+        tl.store(out + row * width + column, _round(y, out.dtype.element_ty, NATIVE), mask=inside)
     else:
         store_codes(y, out, scale, row, column, inside, width, KIND, NATIVE)
 
 
 @triton.jit
 def _largest_gated(
-    x, row, part, width, x_stride, largest, BLOCK: tl.constexpr, GATE: tl.constexpr, NATIVE: tl.constexpr
-):
+    x, x_row, x_column, row, part, width, x_stride, largest, BLOCK: tl.constexpr, GATE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
     """The elementwise maximum of `largest` and the magnitudes of one part of an activated row; and the part itself."""
     column = part * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    gate = tl.load(x + row * x_stride + column, mask=inside, other=0)
-    up = tl.load(x + row * x_stride + width + column, mask=inside, other=0)
-    y = _round(_activate(gate.to(tl.float32), up.to(tl.float32), GATE, NATIVE), gate, NATIVE).to(tl.float32)
+    y = _gated_part(x, x_row, x_column, row, column, column < width, width, x_stride, GATE, NATIVE)
     return tl.maximum(largest, tl.abs(y)), y
 
 
 @triton.jit
 def gate_parts_kernel(
-    x, out, scale, width, x_stride,
+    x, x_row, x_column, out, scale, width, x_stride,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -138,10 +157,14 @@ def gate_parts_kernel(
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     mine = tl.program_id(1)
-    largest, y = _largest_gated(x, row, mine, width, x_stride, tl.zeros([BLOCK], tl.float32), BLOCK, GATE, NATIVE)
+    largest, y = _largest_gated(
+        x, x_row, x_column, row, mine, width, x_stride, tl.zeros([BLOCK], tl.float32), BLOCK, GATE, NATIVE
+    )
     for i in tl.static_range(1, PARTS):
         part = (mine + i) % PARTS
-        largest, _ = _largest_gated(x, row, part, width, x_stride, largest, BLOCK, GATE, NATIVE)
+        largest, _ = _largest_gated(
+            x, x_row, x_column, row, part, width, x_stride, largest, BLOCK, GATE, NATIVE
+        )  # fmt: skip
     factor = row_scale(tl.max(largest), KIND)
     column = mine * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + row * width + column, codes_of(y, factor, KIND, NATIVE), mask=column < width)
@@ -155,16 +178,18 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: str | None, out: Tensor, scale: Tensor | None
-) -> None:
+    x: Tensor | Scaled, residual: Tensor | None, weight: Tensor, eps: float, kind: str | None, out: Tensor,
+    scale: Tensor | None,
+) -> None:  # fmt: skip
+    x, x_row, x_column = parts(x)
     rows, width = x.shape
     if rows == 0:
         return
     block, warps = row_launch(width, rows <= ALONE)
     pdl = runtime.uses_dependent_launch(x.device)
     norm_kernel[(rows,)](
-        x, residual, weight, out, scale, width, x.stride(0), eps, block, kind, pdl, runtime.is_native(),
-        num_warps=warps, launch_pdl=pdl,
+        x, x_row, x_column, residual, weight, out, scale, width, x.stride(0), eps, block, kind, pdl,
+        runtime.is_native(), num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -188,15 +213,17 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def add_rms_norm_quant(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: str
+    x: Tensor | Scaled, residual: Tensor | None, weight: Tensor, eps: float, kind: str
 ) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` (`rms_norm` where residual is None), then `reference.quantize_rows`; the same bits.
+    """`add_rms_norm` (`rms_norm` where residual is None) in float32, then `reference.quantize_rows`.
 
-    x [T, K], residual contiguous and updated in place. Returns codes [T, K] of `kind`, "int8" or "fp8", and float32
-    scales [T, 1].
+    x [T, K], residual contiguous and updated in place: the norm is that of the sum as it is rounded there. Returns
+    codes [T, K] of `kind`, "int8" or "fp8", and float32 scales [T, 1].
     """
-    codes, scale = empty_codes(x.shape[0], x.shape[1], kind, x.device)
-    _norm(_rows(x), residual, weight, eps, kind, codes, scale)
+    x = x if isinstance(x, Scaled) else _rows(x)
+    values = parts(x)[0]
+    codes, scale = empty_codes(values.shape[0], values.shape[1], kind, values.device)
+    _norm(x, residual, weight, eps, kind, codes, scale)
     return codes, scale
 
 
@@ -218,30 +245,29 @@ def _gated(x: Tensor, gate: str) -> Tensor:
     if x.shape[0] > 0:
         pdl = runtime.uses_dependent_launch(x.device)
         gate_kernel[(x.shape[0], triton.cdiv(width, block))](
-            x, out, None, width, x.stride(0), block, gate, None, pdl, runtime.is_native(),
+            x, None, None, out, None, width, x.stride(0), block, gate, None, pdl, runtime.is_native(),
             num_warps=max(1, block // 512), launch_pdl=pdl,
         )  # fmt: skip
     return out
 
 
-def silu_mul_quant(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """`silu_mul` of x [T, 2 I], then `reference.quantize_rows`, with the same bits: codes [T, I] and scales [T, 1]."""
-    return gated_quant(x, "silu", kind)
+def gated_quant(x: Tensor | Scaled, gate: str, kind: str) -> tuple[Tensor, Tensor]:
+    """`silu_mul` or `gelu_tanh_mul` of x [T, 2 I] in float32, then `reference.quantize_rows`.
 
-
-def gated_quant(x: Tensor, gate: str, kind: str) -> tuple[Tensor, Tensor]:
-    """The same for the activation `gate`, "silu" or "gelu_tanh"."""
+    gate: "silu" or "gelu_tanh". Returns codes [T, I] of `kind`, "int8" or "fp8", and float32 scales [T, 1].
+    """
+    x, x_row, x_column = parts(x)
     x = _rows(x)
     rows, width = x.shape[0], x.shape[1] // 2
     codes, scale = empty_codes(rows, width, kind, x.device)
     if rows == 0:
         return codes, scale
     pdl = runtime.uses_dependent_launch(x.device)
-    parts = triton.cdiv(width, PART)
-    arguments = (x, codes, scale, width, x.stride(0))
+    slices = triton.cdiv(width, PART)
+    arguments = (x, x_row, x_column, codes, scale, width, x.stride(0))
     constants = (gate, kind, pdl, runtime.is_native())
-    if parts > 1 and rows * parts <= ALONE:
-        gate_parts_kernel[(rows, parts)](*arguments, parts, PART, *constants, num_warps=8, launch_pdl=pdl)
+    if slices > 1 and rows * slices <= ALONE:
+        gate_parts_kernel[(rows, slices)](*arguments, slices, PART, *constants, num_warps=8, launch_pdl=pdl)
     else:
         block, warps = row_launch(width, rows <= ALONE)
         gate_kernel[(rows, 1)](*arguments, block, *constants, num_warps=warps, launch_pdl=pdl)

@@ -1,14 +1,15 @@
 """Products of 8-bit rows and 8-bit weights: int8 with sums in int32, E4M3 with sums in float32.
 
-y[m, n] = scale[m] * w_scale[n] * sum_k codes[m, k] w[n, k] + bias[n], rounded once, all in one launch. Four kernels:
+y[m, n] = scale[m] * w_scale[n] * sum_k codes[m, k] w[n, k] + bias[n], rounded once. Four ways:
 
 * One row: no matrix units, `gemv_8bit.py`.
 * Few rows: reading W once is what takes the time. W is the large operand of the matrix units and the rows, padded to
   16, the small one. K is split where N gives too few programs, and the last program of a split to arrive adds the sums
   of all parts in a fixed order, so that the result does not depend on who comes first.
-* Some rows, where parts of K would not divide evenly over the multiprocessors: equal shares, `linear_8bit_shares.py`.
 * Many rows: one program a multiprocessor walks over the tiles of y, in groups whose operands stay in the second-level
-  cache; tensor descriptors (TMA) bring the operands. Where the table says so, torch multiplies FP8 instead.
+  cache; tensor descriptors (TMA) bring the operands.
+* cuBLAS, through torch, where the table says so: FP8 alone. It is fastest where it need not know the scales of rows,
+  which are then applied after it, by the kernel that reads y if that one takes `Scaled`.
 
 With PDL (programmatic dependent launch) a program asks for its weights while the kernel ahead still runs.
 """
@@ -26,13 +27,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.ops.triton import runtime
 from octavo.ops.triton.gemv_8bit import launch_one
-from octavo.ops.triton.linear_8bit_parts import column_factors, finish, prefetch_rows
-from octavo.ops.triton.linear_8bit_shares import launch_shares
+from octavo.ops.triton.linear_8bit_parts import apply_scales, column_factors, finish, prefetch_rows
 from octavo.ops.triton.runtime import Tile
+from octavo.ops.triton.scaled import Scaled
 
 BUCKETS = (1, 16, 32, 64, 128, 256, 1024, 8192)  # numbers of rows with tiles of their own
-SHARES = -1024  # as Tile.split: equal shares, `linear_8bit_shares.py`
-TORCH = Tile(0, 0, 0, 0, 0, 0)  # stands for torch's own product in the table
+TORCH = Tile(0, 0, 0, 0, 0, 0)  # stands for torch's own product in the table, with the scales of rows
+UNSCALED = Tile(0, 0, 0, 1, 0, 0)  # the same without them: they are applied after it
+FAST_SUMS = True  # cuBLAS adds up FP8 products within the matrix units alone, as Triton's kernels do
 GROUP = 8  # blocks of rows that are walked over together
 PREFETCH = tl.constexpr(1024)  # bytes of a row of W to ask for ahead
 
@@ -156,8 +158,10 @@ def linear_8bit(
     kind = "w8a8" if codes.dtype == torch.int8 else "fp8"
     if tile is None:
         tile = tile_8bit(kind, n, k, rows)
-    if tile == TORCH:
+    if tile in (TORCH, UNSCALED):
         if takes_scaled_mm(codes, weight, out_dtype):
+            if tile == UNSCALED:
+                return apply_scales(unscaled_mm(codes, scale, weight, weight_scale), bias, residual)
             y = scaled_mm(codes, scale, weight, weight_scale, bias)
             return y if residual is None else residual.add_(y)
         tile = default_tile(n, k, bucket(rows))
@@ -165,22 +169,36 @@ def linear_8bit(
     assert out.dtype is out_dtype and out.is_contiguous()
     if rows > 0:
         launch = launch_one if tile.rows == 1 else _launch_many if tile.split == 0 else _launch_few
-        launch = launch_shares if tile.split == SHARES else launch
         launch(codes, scale, weight, weight_scale, bias, residual, out, tile)
     return out
 
 
+def linear_for_reader(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor | Scaled:
+    """`linear_8bit` in bfloat16, for a reader that applies the scales itself where that is faster."""
+    (rows, k), n = codes.shape, weight.shape[0]
+    if takes_scaled_mm(codes, weight, torch.bfloat16) and tile_8bit("fp8", n, k, rows) == UNSCALED:
+        return unscaled_mm(codes, scale, weight, weight_scale)
+    return linear_8bit(codes, scale, weight, weight_scale, None, torch.bfloat16)
+
+
 def takes_scaled_mm(codes: Tensor, weight: Tensor, out_dtype: torch.dtype) -> bool:
-    """Whether torch has this product: FP8 by rows, with a bfloat16 result, in multiples of 16."""
-    is_fp8 = codes.dtype == torch.float8_e4m3fn and codes.device.type == "cuda"
-    return is_fp8 and weight.shape[0] % 16 == 0 and out_dtype is torch.bfloat16
+    """Whether torch has this product: FP8, with a bfloat16 result, N and K in multiples of 16."""
+    fits = codes.shape[0] > 0 and weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
+    return fits and codes.dtype == torch.float8_e4m3fn and out_dtype is torch.bfloat16
+
+
+def unscaled_mm(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Scaled:
+    """torch's FP8 product under scales of 1, and the scales that it lacks."""
+    one = runtime.one(codes.device)
+    values = torch._scaled_mm(codes, weight.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=FAST_SUMS)
+    return Scaled(values, scale, weight_scale)
 
 
 def scaled_mm(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
     """torch's FP8 product by rows: codes [M, K], scale [M, 1], weight [N, K], weight_scale [N] to bfloat16 [M, N]."""
     bias = None if bias is None else bias.to(torch.bfloat16)
     return torch._scaled_mm(
-        codes, weight.t(), scale, weight_scale[None], bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
+        codes, weight.t(), scale, weight_scale[None], bias=bias, out_dtype=torch.bfloat16, use_fast_accum=FAST_SUMS
     )
 
 
@@ -239,13 +257,15 @@ def _parts(k: int, block_k: int, split: int) -> tuple[int, int]:
 
 @functools.cache
 def tile_8bit(kind: str, n: int, k: int, m: int) -> Tile:
-    """The sizes for m rows and a weight [n, k] of kind "w8a8" or "fp8", from the table of this GPU, or `TORCH`.
+    """The sizes for m rows and a weight [n, k] of kind "w8a8" or "fp8", from the table of this GPU, or one of torch's.
 
     One row (`Tile.rows`) means the kernel without matrix units, no parts of K (`Tile.split`) the kernel of many rows,
-    less than none that tensor descriptors bring the operands of the kernel of few rows, and `SHARES` equal shares.
+    less than none that tensor descriptors bring the operands of the kernel of few rows.
     """
     key = bucket(m)
-    untuned = TORCH if kind == "fp8" and m > 128 else default_tile(n, k, key)
+    untuned = default_tile(n, k, key)
+    if kind == "fp8" and m > 32:
+        untuned = UNSCALED if m <= 1024 else TORCH
     return runtime.tuned_tiles().get((kind, n, k, key), untuned)
 
 

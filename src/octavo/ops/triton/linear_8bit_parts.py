@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from octavo.ops.triton import runtime
+from octavo.ops.triton.scaled import Scaled
+
+COLUMNS = 1024  # of a row, that one program finishes
 
 
 @triton.jit
@@ -42,3 +49,29 @@ def finish(total, factor, w_factor, shift, residual, out, m, n, M, N):
     if residual is not None:
         y = (y.to(tl.float32) + tl.load(residual + place, mask=inside, other=0).to(tl.float32)).to(y.dtype)
     tl.store(out + place, y, mask=inside)
+
+
+@triton.jit
+def scales_kernel(
+    values, scale, w_scale, bias, residual, out, M, N, BLOCK_N: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Finishes sums [M, N]; program (row, part of its columns)."""
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_factor, shift = column_factors(w_scale, bias, n, N)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    m = tl.program_id(0) + tl.arange(0, 1)
+    total = tl.load(values + m.to(tl.int64)[:, None] * N + n[None, :], mask=(n < N)[None, :], other=0)
+    finish(total, tl.load(scale + m), w_factor, shift, residual, out, m, n, M, N)
+
+
+def apply_scales(y: Scaled, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """The numbers that y stands for, plus bias [N], in bfloat16 [M, N]; added to `residual`, if there is one."""
+    (rows, n), out = y.values.shape, y.values if residual is None else residual
+    pdl = runtime.uses_dependent_launch(out.device)
+    if rows > 0:
+        scales_kernel[(rows, triton.cdiv(n, COLUMNS))](
+            y.values, y.row, y.column, bias, residual, out, rows, n, COLUMNS, pdl, num_warps=4, launch_pdl=pdl
+        )
+    return out

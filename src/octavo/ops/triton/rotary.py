@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.ops.kv_cache import AttentionMetadata, KVCache
 from octavo.ops.triton import runtime
+from octavo.ops.triton.scaled import Scaled, parts
 
 FLOAT8_MAX = 448.0  # of float8_e4m3fn; a larger value would become NaN, so the kernels clamp
 
@@ -27,9 +28,18 @@ def to_cache(x, dtype: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def load_scaled(row, factor, columns, channel, mask):
+    """Channels of a row in float32, with the scale of the row and of each channel if the product left them."""
+    x = tl.load(row + channel, mask=mask, other=0.0).to(tl.float32)
+    if columns is not None:
+        x *= tl.load(columns + channel, mask=mask, other=0.0) * factor
+    return x
+
+
+@triton.jit
 def _normed_and_rotated(
-    x_row, heads, live, cos_sin_row, norm, eps, D: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr,
-    REST: tl.constexpr, HAS_NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    x_row, factor, columns, first_channel, heads, live, cos_sin_row, norm, eps, D: tl.constexpr, ROTARY: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, HAS_NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Channels first and second of each rotated pair [heads, HALF], the rest [heads, REST], and where they lie."""
     pair = tl.arange(0, HALF)
@@ -42,18 +52,18 @@ def _normed_and_rotated(
     in_rest = rest < D
     head = heads[:, None] * D
     pairs_live, rest_live = live[:, None] & in_pair[None], live[:, None] & in_rest[None]
-    a = tl.load(x_row + head + first[None], mask=pairs_live, other=0.0).to(tl.float32)
-    b = tl.load(x_row + head + second[None], mask=pairs_live, other=0.0).to(tl.float32)
+    a = load_scaled(x_row, factor, columns, first_channel + head + first[None], pairs_live)
+    b = load_scaled(x_row, factor, columns, first_channel + head + second[None], pairs_live)
     c = tl.zeros((heads.shape[0], REST), tl.float32)
     if ROTARY < D:
-        c = tl.load(x_row + head + rest[None], mask=rest_live, other=0.0).to(tl.float32)
+        c = load_scaled(x_row, factor, columns, first_channel + head + rest[None], rest_live)
     if HAS_NORM:
         squares = tl.sum(a * a + b * b, axis=1) + tl.sum(c * c, axis=1)
-        factor = tl.rsqrt(squares / D + eps)[:, None]
-        a *= factor * tl.load(norm + first, mask=in_pair, other=0.0).to(tl.float32)[None]
-        b *= factor * tl.load(norm + second, mask=in_pair, other=0.0).to(tl.float32)[None]
+        inverse = tl.rsqrt(squares / D + eps)[:, None]
+        a *= inverse * tl.load(norm + first, mask=in_pair, other=0.0).to(tl.float32)[None]
+        b *= inverse * tl.load(norm + second, mask=in_pair, other=0.0).to(tl.float32)[None]
         if ROTARY < D:
-            c *= factor * tl.load(norm + rest, mask=in_rest, other=0.0).to(tl.float32)[None]
+            c *= inverse * tl.load(norm + rest, mask=in_rest, other=0.0).to(tl.float32)[None]
     cos = tl.load(cos_sin_row + pair, mask=in_pair, other=0.0).to(tl.float32)[None]
     sin = tl.load(cos_sin_row + ROTARY // 2 + pair, mask=in_pair, other=0.0).to(tl.float32)[None]
     return a * cos - b * sin, b * cos + a * sin, c, first, second, rest, pairs_live, rest_live
@@ -61,12 +71,16 @@ def _normed_and_rotated(
 
 @triton.jit
 def rotary_kernel(
-    qkv, positions, cos_sin, q_norm, k_norm, slots, q_out, k_cache, v_cache, eps, stride_qkv, stride_cos, stride_block,
-    stride_head, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr,
-    HALF: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, Q_NORM: tl.constexpr,
-    K_NORM: tl.constexpr, INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
+    qkv, scales, columns, positions, cos_sin, q_norm, k_norm, slots, q_out, k_cache, v_cache, eps, stride_qkv,
+    stride_cos, stride_block, stride_head, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token and HEADS heads of one kind (query, key or value) a program."""
+    """One token and HEADS heads of one kind (query, key or value) a program.
+
+    scales, columns: of the rows and the columns of qkv, or None.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -75,13 +89,17 @@ def rotary_kernel(
     q_parts: tl.constexpr = (HQ + HEADS - 1) // HEADS
     kv_parts: tl.constexpr = (HKV + HEADS - 1) // HEADS
     x_row = qkv + token.to(tl.int64) * stride_qkv
+    factor = 1.0
+    if scales is not None:
+        factor = tl.load(scales + token)
     if part < q_parts + kv_parts:
         cos_row = cos_sin + tl.load(positions + token) * stride_cos
         if part < q_parts:
             heads = part * HEADS + tl.arange(0, HEADS)
             a, b, c, first, second, rest, pairs_live, rest_live = _normed_and_rotated(
-                x_row, heads, heads < HQ, cos_row, q_norm, eps, D, ROTARY, HALF, REST, Q_NORM, INTERLEAVED
-            )
+                x_row, factor, columns, 0, heads, heads < HQ, cos_row, q_norm, eps, D, ROTARY, HALF, REST, Q_NORM,
+                INTERLEAVED,
+            )  # fmt: skip
             out = q_out + token.to(tl.int64) * (HQ * D) + heads[:, None] * D
             tl.store(out + first[None], a.to(q_out.dtype.element_ty), mask=pairs_live)
             tl.store(out + second[None], b.to(q_out.dtype.element_ty), mask=pairs_live)
@@ -92,8 +110,9 @@ def rotary_kernel(
             heads = (part - q_parts) * HEADS + tl.arange(0, HEADS)
             if slot >= 0:
                 a, b, c, first, second, rest, pairs_live, rest_live = _normed_and_rotated(
-                    x_row + HQ * D, heads, heads < HKV, cos_row, k_norm, eps, D, ROTARY, HALF, REST, K_NORM, INTERLEAVED
-                )
+                    x_row, factor, columns, HQ * D, heads, heads < HKV, cos_row, k_norm, eps, D, ROTARY, HALF, REST,
+                    K_NORM, INTERLEAVED,
+                )  # fmt: skip
                 out = k_cache + slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * D + heads[:, None] * stride_head
                 dtype: tl.constexpr = k_cache.dtype.element_ty
                 tl.store(out + first[None], to_cache(a, dtype, LIMIT), mask=pairs_live)
@@ -106,7 +125,7 @@ def rotary_kernel(
         if slot >= 0:
             d = tl.arange(0, BLOCK_D)
             live = (heads < HKV)[:, None] & (d < D)[None]
-            v = tl.load(x_row + (HQ + HKV) * D + heads[:, None] * D + d[None], mask=live, other=0.0).to(tl.float32)
+            v = load_scaled(x_row, factor, columns, (HQ + HKV) * D + heads[:, None] * D + d[None], live)
             out = v_cache + slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * D + heads[:, None] * stride_head
             tl.store(out + d[None], to_cache(v, v_cache.dtype.element_ty, LIMIT), mask=live)
 
@@ -135,7 +154,7 @@ def store_kernel(
 
 
 def rotary_and_store(
-    qkv: Tensor,
+    qkv: Tensor | Scaled,
     positions: Tensor,
     cos_sin: Tensor,
     cache: KVCache,
@@ -149,6 +168,7 @@ def rotary_and_store(
     interleaved: bool,
 ) -> Tensor:
     """As `octavo.ops.rotary_and_store`; float32 between the norm and the rotation; slots below 0 are not written."""
+    qkv, scales, columns = parts(qkv)
     rotary = cos_sin.shape[1]
     if cache.interleaved or qkv.stride(1) != 1 or rotary > head_dim:
         return NotImplemented
@@ -156,10 +176,10 @@ def rotary_and_store(
     q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return q
-    parts = -(-num_heads // _HEADS) + 2 * -(-num_kv_heads // _HEADS)
+    programs = -(-num_heads // _HEADS) + 2 * -(-num_kv_heads // _HEADS)
     pdl = runtime.uses_dependent_launch(qkv.device)
-    rotary_kernel[(tokens, parts)](
-        qkv, positions, cos_sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
+    rotary_kernel[(tokens, programs)](
+        qkv, scales, columns, positions, cos_sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
         meta.slot_mapping, q, cache.k, cache.v, eps, qkv.stride(0), cos_sin.stride(0), cache.k.stride(0),
         cache.k.stride(1), HQ=num_heads, HKV=num_kv_heads, D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
         ROTARY=rotary, HALF=triton.next_power_of_2(max(rotary // 2, 1)),
