@@ -79,6 +79,14 @@ class PackedWeight(ABC):
     def num_bytes(self) -> int:
         """Memory that the packed weight occupies, with scales."""
 
+    @property
+    def dense_copy_bytes(self) -> int:
+        """What a copy without codes would add to that, where products of many rows are faster with one; else 0."""
+        return 0
+
+    def keep_dense_copy(self) -> None:  # noqa: B027 - a layout without a use for it has nothing to do
+        """Make that copy, for products of many rows from now on."""
+
     @abstractmethod
     def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         """x [T, K] times the transposed weight, plus bias [N]: [T, N]."""

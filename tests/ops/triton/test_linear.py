@@ -16,7 +16,7 @@ from octavo.ops import reference
 from octavo.ops.packed_weight import TorchQuantized
 from octavo.ops.triton import linear_w4, runtime
 from octavo.ops.triton.runtime import Tile
-from octavo.ops.triton.weights import TritonCodes, TritonDense, TritonWeight
+from octavo.ops.triton.weights import COPIED_ROWS, TritonCodes, TritonDense, TritonWeight
 
 KINDS = [("bf16", None), ("4s", 128), ("4s", None), ("4z", 32), ("4m", 64), ("8s", None), ("8s", 64), ("8m", 32)]
 
@@ -120,6 +120,20 @@ def test_linear_takes_any_number_of_rows(kind: str, rows: int, device: torch.dev
             assert_close(actual, expected(x, plain))
     with pytest.raises(ValueError, match="95 columns"):
         weight.linear(x[:, :95], None, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["4s", "8m"])
+def test_many_rows_are_multiplied_with_a_copy_if_there_is_one(kind: str, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight, plain = make(kind, 32, 48, 96, generator, device)
+    x = torch.randn(COPIED_ROWS + 1, 96, generator=generator).bfloat16().to(device)
+    few, before = weight.linear(x[:5], None, torch.float32), weight.num_bytes
+    copy_bytes = weight.dense_copy_bytes
+    weight.keep_dense_copy()
+    assert weight.num_bytes == before + copy_bytes == before + 2 * 48 * 96 and weight.dense_copy_bytes == 0
+    assert torch.equal(weight.linear(x[:5], None, torch.float32), few)
+    weight.data.zero_()  # now only the copy knows the weight
+    assert_close(weight.linear(x, None, torch.float32), expected(x, plain))
 
 
 @pytest.mark.parametrize(("kind", "group"), KINDS)
