@@ -27,6 +27,11 @@ class EngineConfig:
     quantization: str | None = setting(
         None, "quantize a plain checkpoint while loading, by rounding to nearest", choices=("int8", "fp8", "w4a16")
     )
+    dense_copies: bool | None = setting(
+        None,
+        "keep a bf16 copy of 4- and 8-bit weights on a GPU, with which large steps are faster (default: if all copies "
+        "take at most an eighth of its memory)",
+    )
     max_model_len: int | str | None = setting(
         None, "context length in tokens, prompt and output together; 'auto' or -1 takes what fits", metavar="TOKENS"
     )

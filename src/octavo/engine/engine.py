@@ -15,6 +15,7 @@ from typing import Any
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler, SchedulerConfig, Step
 from octavo.engine.config import EngineConfig
+from octavo.engine.dense_copies import keep_dense_copies
 from octavo.engine.loading import LoadedModel, load
 from octavo.engine.memory import KVCachePlan, StepLimits, plan_kv_cache, step_limits
 from octavo.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats
@@ -36,6 +37,7 @@ class Engine:
     def __init__(self, config: EngineConfig, *, is_serving: bool = False) -> None:
         begin = time.perf_counter()
         loaded = load(config)
+        keep_dense_copies(loaded, config.dense_copies)
         self._limits = limits = step_limits(config, loaded.device, is_serving)
         self.start_seconds = {"load": time.perf_counter() - begin}  # by phase
         self.num_compiled = compile_kernels(loaded, config, limits)
