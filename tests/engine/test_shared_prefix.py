@@ -32,10 +32,10 @@ def decodes(tables: list[list[int]], starts: list[int]) -> list[ScheduledRequest
 
 @pytest.mark.parametrize(
     ("common", "starts", "expected"),
-    [(20, [400], 320), (20, [500, 330], 320), (20, [500, 300], 288), (16, [400], 256), (15, [400], 0), (0, [400], 0)],
+    [(140, [2400], 2240), (140, [2500, 2250], 2240), (140, [2500, 2200], 2192), (127, [2400], 0), (0, [400], 0)],
 )
 def test_whole_blocks_that_all_hold(common: int, starts: list[int], expected: int) -> None:
-    tables = [[*range(1, common + 1), *range(100 * (i + 1), 100 * (i + 1) + 40)] for i in range(MIN_REQUESTS)]
+    tables = [[*range(1, common + 1), *range(1000 * (i + 1), 1000 * (i + 1) + 40)] for i in range(MIN_REQUESTS)]
     random.Random(0).shuffle(tables)
     lengths = (starts * MIN_REQUESTS)[:MIN_REQUESTS]
     assert num_shared_tokens(decodes(tables, lengths), BLOCK) == expected
@@ -43,11 +43,11 @@ def test_whole_blocks_that_all_hold(common: int, starts: list[int], expected: in
 
 
 def test_one_request_may_share_less_than_the_others() -> None:
-    tables = [[*range(1, 31), 1000 + i] for i in range(MIN_REQUESTS)]
-    tables[7][25:] = range(200, 206)
-    assert num_shared_tokens(decodes(tables, [480] * MIN_REQUESTS), BLOCK) == 25 * BLOCK
+    tables = [[*range(1, 151), 1000 + i] for i in range(MIN_REQUESTS)]
+    tables[7][130:] = range(200, 221)
+    assert num_shared_tokens(decodes(tables, [2400] * MIN_REQUESTS), BLOCK) == 130 * BLOCK
     tables[3][0] = 78  # the tokens of that block are the same, or the next one would not be shared
-    assert num_shared_tokens(decodes(tables, [480] * MIN_REQUESTS), BLOCK) == 25 * BLOCK
+    assert num_shared_tokens(decodes(tables, [2400] * MIN_REQUESTS), BLOCK) == 130 * BLOCK
 
 
 class Calls(DecodeGraphs):
@@ -74,7 +74,7 @@ class Calls(DecodeGraphs):
 
 
 def test_a_step_padded_to_such_a_shape_gives_the_same_tokens(tiny_llama: Path, monkeypatch) -> None:
-    monkeypatch.setattr(shared_prefix, "MIN_TOKENS", 32)
+    monkeypatch.setattr(shared_prefix, "MIN_READS", 16 * 32)
 
     def answers(with_graphs: bool) -> tuple[dict[str, list[int]], set[DecodeShape]]:
         engine = Engine(EngineConfig(model=str(tiny_llama), dtype="float32", async_scheduling=True, max_num_seqs=20))
