@@ -36,7 +36,7 @@ NORMED_ROWS = {"bf16": 16, "int8": 16, "int4": 1}
 
 
 @triton.jit
-def norm_tile(norm, k, K: tl.constexpr):
+def _norm_tile(norm, k, K: tl.constexpr):
     """The weight of the norm at columns k, asked for a tile ahead; columns where there is no norm."""
     factor = k
     if norm is not None:
@@ -45,7 +45,7 @@ def norm_tile(norm, k, K: tl.constexpr):
 
 
 @triton.jit
-def input_tile(x, norm, factor, m, k, M, K: tl.constexpr, EVEN: tl.constexpr):
+def _input_tile(x, norm, factor, m, k, M, K: tl.constexpr, EVEN: tl.constexpr):
     """x [rows, columns] in bf16, times the weight of the norm, `factor`; and its squares."""
     inside = (m < M)[:, None]
     if not EVEN:
@@ -126,7 +126,7 @@ def _end(total, scale, offset, bias, row, inverse, GROUPS: tl.constexpr, KIND: t
 
 
 @triton.jit
-def write(
+def _write(
     gate, up, square_sum, scale, offset, norm, bias, residual, out, m, n, M, N, eps,
     K: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
@@ -180,7 +180,7 @@ def few_rows_kernel(
     up_factor = gate_factor
     if GATE is not None:
         up_factor = _factor(scale, offset, row + N, first * BLOCK_K, K, GROUPS, KIND, BLOCK_K)
-    norm_factor = norm_tile(norm, first * BLOCK_K + tl.arange(0, BLOCK_K), K)
+    norm_factor = _norm_tile(norm, first * BLOCK_K + tl.arange(0, BLOCK_K), K)
     for i in range(TILES):
         tile = first + i
         after = (tile + 1) * BLOCK_K
@@ -190,8 +190,8 @@ def few_rows_kernel(
             next_up = _factor(scale, offset, row + N, after, K, GROUPS, KIND, BLOCK_K)
         stored = tile * WIDTH + tl.arange(0, WIDTH)
         column = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-        next_norm = norm_tile(norm, column + BLOCK_K, K)
-        value, square = input_tile(x, norm, norm_factor, m, column, M, K, EVEN_INPUT)
+        next_norm = _norm_tile(norm, column + BLOCK_K, K)
+        value, square = _input_tile(x, norm, norm_factor, m, column, M, K, EVEN_INPUT)
         if norm is not None:
             squares += square
         w_gate = weight_tile(w, row, stored, ROW, EVEN)
@@ -206,7 +206,7 @@ def few_rows_kernel(
         norm_factor, gate_factor, up_factor = next_norm, next_gate, next_up
     square_sum = tl.sum(squares, axis=1)
     if SPLIT == 1:
-        write(gate, up, square_sum, scale, offset, norm, bias, residual, out, m, n, M, N, eps, K, GROUPS, KIND, GATE)
+        _write(gate, up, square_sum, scale, offset, norm, bias, residual, out, m, n, M, N, eps, K, GROUPS, KIND, GATE)
     else:
         SIZE: tl.constexpr = BLOCK_N * BLOCK_M
         AREA: tl.constexpr = 2 * SIZE + BLOCK_M
@@ -232,7 +232,7 @@ def few_rows_kernel(
                     up += tl.load(theirs + SIZE + place, cache_modifier=".cg")
                 if norm is not None:
                     square_sum += tl.load(theirs + 2 * SIZE + tl.arange(0, BLOCK_M), cache_modifier=".cg")
-            write(
+            _write(
                 gate, up, square_sum, scale, offset, norm, bias, residual, out, m, n, M, N, eps, K, GROUPS, KIND, GATE
             )  # fmt: skip
 
