@@ -285,7 +285,7 @@ def mutate(value: Any, generator: random.Random) -> Any:
 
 
 def stored_kinds() -> list[Tensors]:
-    """What the first methods of SEEDS store for one module; then tensors of wrong shapes and dtypes by the same names."""
+    """What the first methods of SEEDS store for one module; then wrong shapes and dtypes by the same names."""
     names = ["weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "qweight"]
     names += ["qzeros", "scales", "g_idx", "weight_scale_inv", "input_scale", "compressed", "bitmask", "shape"]
     packed = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 import zipfile
@@ -80,7 +81,7 @@ def perplexity(logits: torch.Tensor, tokens: list[int]) -> float:
 @pytest.fixture(scope="module")
 def expected(gemma: Checkpoint) -> tuple[list[int], float]:
     """The text's tokens and the perplexity that transformers has for them with the dequantized weights."""
-    tokens = gemma.load_tokenizer()(wikitext())["input_ids"][:TOKENS]
+    tokens = gemma.load_tokenizer()(text())["input_ids"][:TOKENS]
     config = AutoConfig.for_model(**gemma.config)
     reference: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     missing = reference.load_state_dict({name: gemma.tensor(name) for name in gemma.names()}, strict=False)
@@ -91,10 +92,10 @@ def expected(gemma: Checkpoint) -> tuple[list[int], float]:
         return tokens, perplexity(reference(torch.tensor([tokens])).logits[0], tokens)
 
 
-def wikitext() -> str:
-    """WikiText-2's test part where the checkout has it beside itself, else a text about a tower."""
-    path = Path(__file__).parents[3] / "shared" / "data" / "wikitext2_raw" / "wiki.test.raw"
-    return path.read_text(encoding="utf-8")[: 8 * TOKENS] if path.is_file() else TEXT * 5
+def text() -> str:
+    """The file that OCTAVO_TEST_TEXT names (WikiText-2's test part, for one), or a text about a tower."""
+    named = os.environ.get("OCTAVO_TEST_TEXT")
+    return Path(named).read_text(encoding="utf-8")[: 8 * TOKENS] if named else TEXT * 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

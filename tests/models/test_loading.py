@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from harness import Driver, assert_close, check_all_schedules, load, random_toke
 from test_native import CASES as NATIVE_CASES
 from test_transformers_route import CASES as ROUTE_CASES
 
+from octavo.checkpoint.convert import convert
+from octavo.checkpoint.safetensors_checkpoint import MAPPED_BYTES
 from octavo.core.cache_groups import KVCacheSpec
 
 CASES: dict[str, Any] = {**NATIVE_CASES, **ROUTE_CASES}
@@ -106,3 +110,32 @@ def test_a_request_does_not_see_its_neighbours(name: str, tmp_path: Path) -> Non
     driver.step([(sequence, len(sequence.tokens)) for sequence in together])
     for sequence, expected in zip(together, alone, strict=True):
         torch.testing.assert_close(torch.stack(list(sequence.logits.values())), expected, atol=1e-3, rtol=1e-4)
+
+
+LOAD_AND_MEASURE = """
+import sys
+from octavo.engine.config import EngineConfig
+from octavo.engine.loading import load
+
+def kilobytes(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+
+load(EngineConfig(model=sys.argv[2], device="cpu"))  # whatever is imported or compiled at first use
+before = kilobytes("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
+loaded = load(EngineConfig(model=sys.argv[1], device="cpu", dtype="bfloat16"))
+print(1024 * (kilobytes("VmHWM") - before), loaded.model.weight_bytes())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+def test_loading_never_holds_two_copies(demo_path: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    """The peak is the model, the largest tensor twice (as it is stored and as it is packed) and what stays mapped."""
+    convert(demo_path, tmp_path / "plain")
+    command = [sys.executable, "-c", LOAD_AND_MEASURE, str(tmp_path / "plain"), str(tiny_llama)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak, weights = (int(number) for number in done.stdout.split())
+    largest = 49152 * 576 * 2
+    assert weights > 250e6
+    assert peak < weights + 2 * largest + MAPPED_BYTES + 2**24

@@ -84,7 +84,8 @@ def _six_bits(packed: Bytes) -> tuple[Bytes, Bytes]:
 
 def _pairs(codes: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Two neighbouring 4-bit codes in a byte, the even one in the low half."""
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    low: npt.NDArray[Any] = codes[..., 0::2]
+    return low | (codes[..., 1::2] << 4)
 
 
 def _halves(blocks: Bytes) -> Tensor:

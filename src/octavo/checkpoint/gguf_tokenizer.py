@@ -157,7 +157,7 @@ def merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple
                 unions.append(index)
     score = np.asarray(scores)[np.asarray(unions, dtype=np.int64)]
     names = {index: token for token, index in vocab.items()}
-    order = np.lexsort((rights, lefts, unions, -score))
+    order = np.lexsort([np.asarray(rights), np.asarray(lefts), np.asarray(unions), -score])
     return [(names[lefts[place]], names[rights[place]]) for place in order.tolist()]
 
 

@@ -18,6 +18,8 @@ from octavo.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MAPPED_BYTES = 2**25
+SMALL_BYTES = 2**16
 TOKENIZER_PATTERNS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -38,6 +40,7 @@ class SafetensorsCheckpoint(Checkpoint):
         generation = path / "generation_config.json"
         super().__init__(path, config, read_json(generation) if generation.is_file() else {})
         self._shards: dict[str, Any] = {}
+        self._mapped: dict[str, int] = {}
         self._files = self._locate()
         self._reader = module_reader(with_own_file(config, path), path, self)
 
@@ -76,7 +79,19 @@ class SafetensorsCheckpoint(Checkpoint):
                 f"{self.path / file}: tensor {name!r} cannot be read ({error}); download the file again"
             ) from error
         self._check_shape(name, tuple(found.shape), shape)
-        return found
+        self._release(file, found.nbytes)
+        # A norm's weight would keep the mapping of its whole file alive.
+        return found.clone() if found.nbytes < SMALL_BYTES else found
+
+    def _release(self, file: str, num_bytes: int) -> None:
+        """Lets a shard's mapping go once MAPPED_BYTES of it were read; tensors that are still in use keep theirs.
+
+        The pages of what was copied would otherwise count as this process's memory: two copies of the model.
+        """
+        self._mapped[file] = self._mapped.get(file, 0) + num_bytes
+        if self._mapped[file] > MAPPED_BYTES:
+            self._mapped[file] = 0
+            self._shards.pop(file, None)
 
     def has_stored(self, name: str) -> bool:
         return name in self._files
