@@ -79,6 +79,8 @@ def test_no_plan_is_built_after_those_of_the_start(device: torch.device) -> None
 def low_limits(monkeypatch: pytest.MonkeyPatch, least: int, scores: int = 0) -> None:
     for name, value in (
         ("MIN_ROWS", least),
+        ("MIN_EQUAL_ROWS", least),
+        ("MIN_TOTAL_ROWS", 2 * least),
         ("MIN_ROWS_AFTER_PAST", least),
         ("MIN_PAST", 1),
         ("MIN_SCORES", scores),
@@ -91,8 +93,8 @@ def low_limits(monkeypatch: pytest.MonkeyPatch, least: int, scores: int = 0) -> 
     ("rows", "lengths", "expected"),
     [
         ([1, 3, 9, 9, 9, 12, 2, 9], [20, 30, 40, 40, 50, 12, 2, 9], [(2, 1, 4), (3, 1, 13), (4, 1, 22), (5, 1, 31)]),
-        ([12, 12], [12, 12], [(0, 2, 0)]),
-        ([12] * 7, [12] * 7, [(0, 4, 0), (4, 2, 48), (6, 1, 72)]),
+        ([12, 12], [12, 12], [(0, 1, 0), (1, 1, 12)]),
+        ([16] * 7, [16] * 7, [(0, 4, 0), (4, 2, 64), (6, 1, 96)]),
     ],
 )
 def test_steps_are_cut_into_pieces_of_one_route(

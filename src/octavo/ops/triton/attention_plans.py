@@ -1,8 +1,9 @@
 """Which calls of cuDNN's attention a step makes: of so few shapes that all their plans are built before any request.
 
-torch builds a plan for every shape that is new, 50 to 130 ms each, and rounds numbers of rows and of keys up to powers
-of two (`attention_cudnn`), but not the number of requests a call takes. So that number is a power of two as well, and
-what is left of a run of equal requests goes to the Triton kernel. A chunk after a past pays where both are long.
+torch builds a plan for every shape that is new, 160 ms each on an H200, and rounds numbers of rows and of keys up to
+powers of two (`attention_cudnn`), but not the number of requests a call takes. So long prompts go one by one, and only
+equal prompts of a power of two tokens that fill half a step together; a chunk after a past pays where both are long.
+The rest goes to the Triton kernel.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import NamedTuple
 
-MIN_ROWS = 256  # fewer rows leave multiprocessors without work
-MIN_SCORES = 80_000_000  # from as many on, the products save more than gathering and small launches cost
-MIN_ROWS_AFTER_PAST = 2049  # two calls and a merge: 4 x 1,024 after 1,024 took three times as long as in Triton
-MIN_PAST = 1025
+MIN_ROWS = 2049  # of a prompt alone: fewer leave multiprocessors without work
+MIN_EQUAL_ROWS = 2048  # of each of several equal prompts, and of all of them
+MIN_TOTAL_ROWS = 8192
+MIN_SCORES = 60_000_000  # from as many on, the products save more than gathering and small launches cost
+MIN_ROWS_AFTER_PAST = 8193  # two calls and a merge: 4 x 1,024 after 1,024 took three times as long as in Triton
+MIN_PAST = 2049
 MIN_SCORES_AFTER_PAST = 1_000_000_000
 
 
@@ -59,6 +62,7 @@ def _counts(heads: int, rows: int, context: int, count: int) -> Iterator[int]:
         return
     while count:
         most = 1 << (count.bit_length() - 1)
+        most = most if _pays(heads, rows, most) else 1
         if not _pays(heads, rows, most):
             return
         yield most
@@ -66,7 +70,10 @@ def _counts(heads: int, rows: int, context: int, count: int) -> Iterator[int]:
 
 
 def _pays(heads: int, rows: int, count: int) -> bool:
-    return rows >= MIN_ROWS and count * heads * rows * (rows - rows // 2) >= MIN_SCORES
+    if count == 1:
+        return rows >= MIN_ROWS and heads * rows * (rows - rows // 2) >= MIN_SCORES
+    is_exact = rows == round_up(rows) and rows >= MIN_EQUAL_ROWS
+    return is_exact and count * rows >= MIN_TOTAL_ROWS
 
 
 def _pays_after_past(heads: int, rows: int, past: int) -> bool:
@@ -80,8 +87,8 @@ def round_up(n: int) -> int:
 
 
 def plan_of(batch: int, rows: int, keys: int, is_causal: bool) -> Plan:
-    """The plan of a call; prompts of a power of two tokens have their own, which is faster (no lengths in tensors)."""
-    is_exact = is_causal and rows == keys == round_up(rows)
+    """The plan of a call; several prompts have their own, which is faster (no lengths in tensors)."""
+    is_exact = batch > 1
     return Plan(batch, round_up(rows), round_up(keys), is_causal, is_exact)
 
 
@@ -89,14 +96,16 @@ def plans(heads: int, max_rows: int, max_context: int, max_requests: int) -> lis
     """Every plan that the pieces of steps may ask for, of up to `max_rows` rows and `max_requests` requests."""
     found: dict[Plan, None] = {}
     longest = min(max_rows, max_context)
-    for rows in _powers(MIN_ROWS, round_up(longest)):
+    for rows in _powers(MIN_EQUAL_ROWS, longest):
+        for batch in _powers(2, min(max_requests, max_rows // rows)):
+            found |= {plan_of(batch, rows, rows, True): None} if _pays(heads, rows, batch) else {}
+    for rows in _powers(round_up(MIN_ROWS), round_up(longest)):
         least, most = rows // 2 + 1, min(rows, longest)
-        for batch in _powers(1, min(max_requests, max_rows // least)):
-            for n in (least, most):  # any number up to the power, and the power itself
-                found |= {plan_of(batch, n, n, True): None} if _pays(heads, most, batch) else {}
-        for past in _powers(1, round_up(max_context)):
+        if _pays(heads, most, 1):
+            found[plan_of(1, most, most, True)] = None
+        for past in _powers(round_up(MIN_PAST), round_up(max_context)):
             if _pays_after_past(heads, most, min(past, max_context - least)):
-                found |= {plan_of(1, n, n, True): None for n in (least, most)}
+                found[plan_of(1, most, most, True)] = None
                 found[plan_of(1, least, past, False)] = None
     return list(found)
 
