@@ -182,6 +182,17 @@ def check_sequence(sequence: Sequence, reference: Any, tolerance: float = 2e-4, 
     assert_close(got, reference_logits(reference, sequence.tokens)[start:], tolerance)
 
 
+def greedy_tokens(model: CausalLM, prompt: list[int], count: int) -> list[int]:
+    """The most likely token `count` times over, each computed in a step of its own."""
+    driver = Driver(model)
+    sequence = driver.add(list(prompt))
+    driver.step([(sequence, len(prompt))])
+    while len(sequence.tokens) < len(prompt) + count:
+        sequence.tokens.append(int(sequence.logits[sequence.computed - 1].argmax()))
+        driver.step([(sequence, 1)])
+    return sequence.tokens[len(prompt) :]
+
+
 def check_all_schedules(model: CausalLM, reference: Any, length: int = 70, tolerance: float = 2e-4) -> None:
     """Whole prompt, chunks, token by token, a mixed batch, a prefix hit: all logits are the reference's."""
     vocab = model.vocab_size

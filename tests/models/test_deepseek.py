@@ -8,9 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Driver, assert_close, check_all_schedules, load, random_tokens, reference_logits, save_random
+from harness import (
+    Driver,
+    assert_close,
+    check_all_schedules,
+    greedy_tokens,
+    load,
+    random_tokens,
+    reference_logits,
+    save_random,
+)
 from transformers import DeepseekV2Config, DeepseekV3Config
 
+from octavo import LLM, SamplingParams
 from octavo.core.cache_groups import KVCacheSpec
 from octavo.errors import UnsupportedModelError, UserError
 
@@ -131,3 +141,24 @@ def test_latent_attention_has_no_deterministic_kernel(tmp_path: Path) -> None:
     save_random(CASES["v3"], tmp_path)
     with pytest.raises(UserError, match="latent attention"):
         load(tmp_path, deterministic=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
+    """64 steps, past the context before rotary scaling, which is 32 tokens."""
+    reference = save_random(CASES[name], tmp_path)
+    prompt = random_tokens(SMALL["vocab_size"], 12, seed=5)
+    got = greedy_tokens(load(tmp_path, model_impl="native"), prompt, 64)
+    expected = reference_logits(reference, prompt + got)[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+    assert got == expected
+
+
+def test_the_engine_serves_latents(tmp_path: Path) -> None:
+    reference = save_random(CASES["v3"], tmp_path)
+    llm = LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True, kv_cache_memory_bytes=2**20)
+    prompts = [random_tokens(SMALL["vocab_size"], length, seed=length) for length in (5, 40)]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, detokenize=False)
+    for prompt, answer in zip(prompts, llm.generate([{"prompt_token_ids": p} for p in prompts], params), strict=True):
+        got = list(answer.outputs[0].token_ids)
+        expected = reference_logits(reference, prompt + got)[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+        assert got == expected

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Driver, assert_close, check_all_schedules, load, random_tokens, reference_logits, save_random
+from harness import (
+    Driver,
+    assert_close,
+    check_all_schedules,
+    greedy_tokens,
+    load,
+    random_tokens,
+    reference_logits,
+    save_random,
+)
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 SMALL: dict[str, Any] = {
@@ -66,3 +75,32 @@ def test_each_field_moves_the_logits_as_in_transformers(name: str, change: dict[
     was, now = logits_of(before, tokens), logits_of(after, tokens)
     assert (now - was).abs().max() > 0.02 * (was.max() - was.min()), "the field does not matter in this test"
     assert_close(now, reference_logits(reference, tokens))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
+    reference = save_random(CASES[name], tmp_path)
+    prompt = random_tokens(SMALL["vocab_size"], 12, seed=5)
+    got = greedy_tokens(load(tmp_path, model_impl="native"), prompt, 64)
+    expected = reference_logits(reference, prompt + got)[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+    assert got == expected
+
+
+def test_experts_in_two_tensors_are_read_as_well(tmp_path: Path) -> None:
+    reference = save_random(CASES["mixtral"], tmp_path)
+    reference.save_pretrained(tmp_path, save_original_format=False)
+    tokens = random_tokens(SMALL["vocab_size"], 30, seed=3)
+    assert_close(logits_of(tmp_path, tokens), reference_logits(reference, tokens))
+
+
+@pytest.mark.parametrize(("quantization", "least"), [("int8", 0.99), ("fp8", 0.9)])
+def test_experts_are_quantized_on_load(quantization: str, least: float, tmp_path: Path) -> None:
+    reference = save_random(CASES["mixtral"], tmp_path)
+    model = load(tmp_path, quantization=quantization)
+    assert model.weight_bytes() < 0.6 * load(tmp_path).weight_bytes()
+    driver = Driver(model)
+    sequence = driver.add(random_tokens(SMALL["vocab_size"], 30, seed=3))
+    driver.step([(sequence, 30)])
+    logits = torch.stack([sequence.logits[position] for position in range(30)])
+    pair = torch.stack([logits.flatten(), reference_logits(reference, sequence.tokens).flatten()])
+    assert torch.corrcoef(pair)[0, 1] > least

@@ -80,7 +80,7 @@ CASES: dict[str, PreTrainedConfig] = {
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     reference = save_random(CASES[name], tmp_path)
-    model = load(tmp_path)
+    model = load(tmp_path, model_impl="transformers")
     assert isinstance(model, TransformersLM)
     check_all_schedules(model, reference)
 
