@@ -3,7 +3,8 @@
 Scalings that keep one set of frequencies for all positions are served: `default`, `linear` (position interpolation),
 `llama3` (Llama 3.1's by-wavelength interpolation) and `yarn` (Peng et al., 2023). `dynamic` (NTK by length) equals
 `default` up to `max_position_embeddings`, which is as far as it is served: past that the frequencies would change under
-keys that are already in the cache.
+keys that are already in the cache. `longrope` (Ding et al., 2024) has frequencies for short and for long contexts, and
+for the same reason the longest sequence that will be served chooses between them. `none` turns nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedModelError
 
-SERVED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
+SERVED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "none")
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,30 @@ class RopeConfig:
         """Why these frequencies cannot be computed here, or None."""
         if self.rope_type not in SERVED_ROPE_TYPES:
             return f"rope_type {self.rope_type!r} is not one of {', '.join(SERVED_ROPE_TYPES)}"
-        needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+        needed = {
+            "linear": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+            "longrope": ("short_factor", "long_factor"),
+        }
         missing = [key for key in needed.get(self.rope_type, ()) if key not in self.scaling]
         if missing:
             return f"rope_type {self.rope_type!r} without {', '.join(missing)} in rope_parameters"
+        if self.rope_type == "longrope":
+            return self._longrope_reason()
+        return None
+
+    def _longrope_reason(self) -> str | None:
+        for key in ("short_factor", "long_factor"):
+            if len(self.scaling[key]) != self.rotary_dim // 2:
+                return f"{key} has {len(self.scaling[key])} numbers, but {self.rotary_dim} rotary elements are in pairs"
         return None
 
 
-def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
-    """Frequencies [rotary_dim / 2] (float32, radians a position) and the factor that multiplies cos and sin."""
+def inverse_frequencies(rope: RopeConfig, length: int) -> tuple[Tensor, float]:
+    """Frequencies [rotary_dim / 2] (float32, radians a position) and the factor that multiplies cos and sin.
+
+    `length` is that of the longest sequence to be served.
+    """
     reason = rope.unsupported_reason()
     if reason:
         raise UnsupportedModelError(reason)
@@ -74,6 +90,10 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
         return _llama3(frequencies, rope.scaling), 1.0
     if rope.rope_type == "yarn":
         return _yarn(frequencies, rope)
+    if rope.rope_type == "longrope":
+        return _longrope(frequencies, rope, length)
+    if rope.rope_type == "none":
+        return torch.zeros_like(frequencies), 1.0
     return frequencies, 1.0
 
 
@@ -83,6 +103,17 @@ def _llama3(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - keep) * frequencies / factor + keep * frequencies
+
+
+def _longrope(frequencies: Tensor, rope: RopeConfig, length: int) -> tuple[Tensor, float]:
+    """LongRoPE: a divisor for each frequency, and a temperature by how far the context was stretched."""
+    scaling, original = rope.scaling, rope.scaling["original_max_position_embeddings"]
+    divisors = torch.tensor(scaling["long_factor" if length > original else "short_factor"], dtype=torch.float32)
+    stretch = scaling.get("factor") or rope.max_position / original
+    temperature = scaling.get("attention_factor")
+    if temperature is None:
+        temperature = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+    return frequencies / divisors, float(temperature)
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> tuple[Tensor, float]:
@@ -115,6 +146,6 @@ def _yarn_temperature(scaling: dict[str, Any], factor: float) -> float:
 
 def cos_sin_table(rope: RopeConfig, length: int, device: torch.device | str = "cpu") -> Tensor:
     """Table [length, rotary_dim], float32: the cosines of a position, then its sines."""
-    frequencies, factor = inverse_frequencies(rope)
+    frequencies, factor = inverse_frequencies(rope, length)
     angles = torch.arange(length, dtype=torch.float32).unsqueeze(1) * frequencies
     return (torch.cat((angles.cos(), angles.sin()), dim=1) * factor).to(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,8 +26,28 @@ from octavo.models.fusion import fuse_layers
 
 
 @dataclass(frozen=True)
+class LayerNames:
+    """What a checkpoint calls the projections of a layer; projections that it keeps merged have one name."""
+
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    mlp: str = "mlp"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
-    """The shape of a decoder, as its family's file reads it from a `config.json`."""
+    """The shape of a decoder, as its family's file reads it from a `config.json`.
+
+    Attributes:
+        windows: tokens that a query of each layer sees, itself included; None where it sees all.
+        local_rope: rotary settings of the layers that `local_layers` marks, where they differ from the others'.
+        norm_offset: what every norm adds to its weight.
+        softcap: attention scores s become softcap * tanh(s / softcap); `logits_softcap` likewise.
+        rounds_multiplier: the embedding multiplier is rounded to the dtype of activations, as it was in training.
+        block: builds the layers, where they are not `DecoderLayer`.
+        refused: why no block computes such a model.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -49,6 +70,14 @@ class DecoderConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    rounds_multiplier: bool = False
+    norm_offset: float = 0.0
+    softcap: float | None = None
+    logits_softcap: float | None = None
+    local_rope: RopeConfig | None = None
+    local_layers: tuple[bool, ...] = ()
+    names: LayerNames = LayerNames()
+    block: Callable[[int, DecoderConfig, WeightSource], DecoderLayer] | None = None
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     refused: str | None = None
@@ -64,7 +93,8 @@ class DecoderConfig:
         if self.head_dim % 2:
             return f"the head size {self.head_dim} is odd"
         routing = None if self.experts is None else self.experts.routing.unsupported_reason()
-        return routing or self.rope.unsupported_reason()
+        local = None if self.local_rope is None else self.local_rope.unsupported_reason()
+        return routing or self.rope.unsupported_reason() or local
 
 
 def common_fields(config: dict[str, Any]) -> dict[str, Any]:
@@ -106,9 +136,9 @@ class DecoderLayer(Block):
     def __init__(self, index: int, config: DecoderConfig, source: WeightSource) -> None:
         prefix = f"model.layers.{index}"
         self.residual_multiplier = config.residual_multiplier
-        self.input_norm = load_norm(source, f"{prefix}.input_layernorm", config.hidden_size, config.eps)
+        self.input_norm = load_norm(source, f"{prefix}.input_layernorm", config)
         self.attention = self_attention(index, config, source, f"{prefix}.self_attn")
-        self.post_norm = load_norm(source, f"{prefix}.post_attention_layernorm", config.hidden_size, config.eps)
+        self.post_norm = load_norm(source, f"{prefix}.post_attention_layernorm", config)
         self.mlp = feed_forward(index, config, source, prefix)
 
     def __call__(
@@ -141,17 +171,19 @@ class SelfAttention(Block):
 
     def __init__(self, index: int, config: DecoderConfig, source: WeightSource, prefix: str) -> None:
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        names = [f"{prefix}.{part}_proj" for part in "qkv"]
-        self.qkv = Linear.load(source, names, config.hidden_size, [q_size, kv_size, kv_size], config.qkv_bias)
+        names = [f"{prefix}.{part}" for part in config.names.qkv]
+        sizes = merged_sizes([q_size, kv_size, kv_size], names)
+        self.qkv = Linear.load(source, names, config.hidden_size, sizes, config.qkv_bias)
         self.output = Linear.load(source, [f"{prefix}.o_proj"], q_size, [config.hidden_size], config.output_bias)
         scale = config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
+        window = config.windows[index]
         self.attend = Attention(
-            index, config.num_heads, config.num_kv_heads, config.head_dim, scale, config.windows[index]
+            index, config.num_heads, config.num_kv_heads, config.head_dim, scale, window, config.softcap
         )
         self.eps = config.eps
         norms = [f"{prefix}.{part}_norm.weight" for part in "qk"]
         self.q_norm, self.k_norm = (
-            source.tensor(name, (config.head_dim,)) if config.qk_norm else None for name in norms
+            norm_weight(source, name, config.head_dim, config.norm_offset) if config.qk_norm else None for name in norms
         )
 
     def __call__(self, x: Tensor, positions: Tensor, cos_sin: Tensor, step: StepInputs) -> Tensor:
@@ -174,9 +206,9 @@ class GatedMLP(Block):
 
     def __init__(self, config: DecoderConfig, source: WeightSource, prefix: str, inner: int) -> None:
         hidden, bias = config.hidden_size, config.mlp_bias
-        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        self.gate_up = Linear.load(source, names, hidden, [inner, inner], bias)
-        self.down = Linear.load(source, [f"{prefix}.down_proj"], inner, [hidden], bias)
+        names = [f"{prefix}.{part}" for part in config.names.gate_up]
+        self.gate_up = Linear.load(source, names, hidden, merged_sizes([inner, inner], names), bias)
+        self.down = Linear.load(source, [f"{prefix}.{config.names.down}"], inner, [hidden], bias)
         self.activation = gated_activation(config.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -201,7 +233,7 @@ def feed_forward(index: int, config: DecoderConfig, source: WeightSource, layer:
     """What follows attention in the layer of this index and module name."""
     if config.experts is not None and config.experts.layers[index]:
         return MixtureMLP(config, config.experts, source, layer)
-    return GatedMLP(config, source, f"{layer}.mlp", config.intermediate_size)
+    return GatedMLP(config, source, f"{layer}.{config.names.mlp}", config.intermediate_size)
 
 
 def expert_names(source: WeightSource, layer: str) -> ExpertNames:
@@ -235,9 +267,17 @@ class DecoderLM(CausalLM):
         self.embedding, self.output = embedding_and_output(
             embedding, output, source.dtype, source.device, source.deterministic
         )
-        self.layers = [DecoderLayer(index, config, source) for index in range(config.num_layers)]
-        self.norm = load_norm(source, "model.norm", config.hidden_size, config.eps)
+        build = config.block or DecoderLayer
+        self.layers = [build(index, config, source) for index in range(config.num_layers)]
+        self.norm = load_norm(source, "model.norm", config)
         self.cos_sin = cos_sin_table(config.rope, self.max_position, source.device)
+        self.tables = [self.cos_sin] * config.num_layers
+        if config.local_rope is not None:
+            local = cos_sin_table(config.local_rope, self.max_position, source.device)
+            self.tables = [local if is_local else self.cos_sin for is_local in config.local_layers]
+        self.embedding_multiplier = config.embedding_multiplier
+        if config.rounds_multiplier:
+            self.embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=source.dtype).item()
         # What is fused is chosen by the number of rows.
         self._fused = None if source.deterministic else fuse_layers(self.layers, config)
 
@@ -250,8 +290,8 @@ class DecoderLM(CausalLM):
 
     def forward(self, input_ids: Tensor, positions: Tensor, step: StepInputs) -> Tensor:
         x = self.embedding(input_ids)
-        if self.config.embedding_multiplier != 1.0:
-            x = x * self.config.embedding_multiplier
+        if self.embedding_multiplier != 1.0:
+            x = x * self.embedding_multiplier
         if self._fused is not None:
             attentions = self.attention_layers()
             metadata = [step.metadata[attention.group] for attention in attentions]
@@ -259,14 +299,30 @@ class DecoderLM(CausalLM):
             if done is not None:
                 return self.norm(*done)
         residual: Tensor | None = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, positions, self.cos_sin, step)
+        for layer, cos_sin in zip(self.layers, self.tables, strict=True):
+            x, residual = layer(x, residual, positions, cos_sin, step)
         return self.norm(x, residual)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        logits = self.output(hidden)
-        return logits if self.config.logits_divisor == 1.0 else logits / self.config.logits_divisor
+        logits, cap = self.output(hidden), self.config.logits_softcap
+        if self.config.logits_divisor != 1.0:
+            logits = logits / self.config.logits_divisor
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def load_norm(source: WeightSource, module: str, size: int, eps: float) -> RMSNorm:
-    return RMSNorm(source.tensor(f"{module}.weight", (size,)), eps, source.deterministic)
+def load_norm(source: WeightSource, module: str, config: DecoderConfig) -> RMSNorm:
+    """The norm of hidden rows that a checkpoint has under this module name."""
+    weight = norm_weight(source, f"{module}.weight", config.hidden_size, config.norm_offset)
+    return RMSNorm(weight, config.eps, source.deterministic)
+
+
+def norm_weight(source: WeightSource, name: str, size: int, offset: float) -> Tensor:
+    """A norm's weight plus `offset`, added in float32 and rounded once."""
+    if offset == 0.0:
+        return source.tensor(name, (size,))
+    return (source.tensor(name, (size,), torch.float32) + offset).to(source.dtype)
+
+
+def merged_sizes(sizes: list[int], names: list[str]) -> list[int]:
+    """Rows of each tensor in the checkpoint, which keeps projections of these sizes apart or all in one."""
+    return sizes if len(names) == len(sizes) else [sum(sizes)]

@@ -16,7 +16,8 @@ FUSED_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu
 
 def fuse_layers(layers: Sequence[DecoderLayer], config: DecoderConfig) -> FusedDecoder | None:
     """One function for all layers, or None where no kernel serves them and each operation is called by itself."""
-    is_plain = config.residual_multiplier == 1.0 and config.activation in FUSED_ACTIVATIONS
+    is_plain = config.block is None and config.local_rope is None and config.residual_multiplier == 1.0
+    is_plain = is_plain and config.activation in FUSED_ACTIVATIONS
     if not is_plain or not all(layer.is_merged for layer in layers):
         return None
     return ops.fuse_decoder([_describe(layer, config) for layer in layers])

@@ -1,10 +1,11 @@
-"""Llama, and what is Llama by configuration: SmolLM, Yi, Mistral (sliding window), Granite (multipliers)."""
+"""Llama, and what is Llama by configuration: SmolLM, Yi, Mistral (sliding window), Granite 3 and 4 (multipliers)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from octavo.models.decoder import DecoderConfig, common_fields
+from octavo.models.decoder import DecoderConfig, LayerNames, common_fields, required
 
 
 def llama_config(config: dict[str, Any]) -> DecoderConfig:
@@ -35,3 +36,20 @@ def granite_config(config: dict[str, Any]) -> DecoderConfig:
         residual_multiplier=float(config.get("residual_multiplier", 1.0)),
         logits_divisor=float(config.get("logits_scaling", 1.0)),
     )
+
+
+def granite_hybrid_config(config: dict[str, Any]) -> DecoderConfig:
+    """Reads the `config.json` of a GraniteMoeHybridForCausalLM that is dense and attends in all layers (Granite 4).
+
+    Its feed-forward has the name of what would be the shared expert. Without rotary embedding it is served as well.
+    """
+    inner = required({"shared_intermediate_size": 1024, **config}, "shared_intermediate_size")
+    decoder = granite_config({**config, "intermediate_size": inner, "mlp_bias": False})
+    rope = decoder.rope if config.get("position_embedding_type") == "rope" else replace(decoder.rope, rope_type="none")
+    kinds = config.get("layer_types") or config.get("layers_block_type") or ["mamba"]
+    recurrent = set(kinds) - {"attention", "full_attention"}
+    refused = f"it has layers of the kinds {', '.join(sorted(recurrent))}" if recurrent else None
+    if config.get("num_local_experts", 8):
+        refused = "it routes tokens to experts (num_local_experts)"
+    names = LayerNames(mlp="shared_mlp", gate_up=("input_linear",), down="output_linear")
+    return replace(decoder, rope=rope, names=names, refused=refused)

@@ -16,8 +16,12 @@ from octavo.layers.weights import WeightSource
 from octavo.models.base import CausalLM
 from octavo.models.decoder import DecoderConfig, DecoderLM
 from octavo.models.deepseek import deepseek_v2_config, deepseek_v3_config
-from octavo.models.llama import granite_config, llama_config, mistral_config
+from octavo.models.gemma2 import gemma2_config
+from octavo.models.gemma3 import gemma3_config
+from octavo.models.llama import granite_config, granite_hybrid_config, llama_config, mistral_config
 from octavo.models.mixtral import mixtral_config
+from octavo.models.olmo2 import olmo2_config
+from octavo.models.phi3 import phi3_config
 from octavo.models.qwen2 import qwen2_config
 from octavo.models.qwen3 import qwen3_config
 from octavo.models.qwen3_moe import qwen3_moe_config
@@ -28,6 +32,11 @@ NATIVE: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
     "LlamaForCausalLM": llama_config,
     "MistralForCausalLM": mistral_config,
     "GraniteForCausalLM": granite_config,
+    "GraniteMoeHybridForCausalLM": granite_hybrid_config,
+    "Gemma2ForCausalLM": gemma2_config,
+    "Gemma3ForCausalLM": gemma3_config,
+    "Olmo2ForCausalLM": olmo2_config,
+    "Phi3ForCausalLM": phi3_config,
     "Qwen2ForCausalLM": qwen2_config,
     "Qwen3ForCausalLM": qwen3_config,
     "MixtralForCausalLM": mixtral_config,

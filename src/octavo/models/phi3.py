@@ -1,0 +1,17 @@
+"""Phi-3 and Phi-4: Llama with merged projections in the checkpoint, LongRoPE, and heads that turn in part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from octavo.models.decoder import DecoderConfig, LayerNames, common_fields
+
+
+def phi3_config(config: dict[str, Any]) -> DecoderConfig:
+    """Reads the `config.json` of a Phi3ForCausalLM; older files call LongRoPE "su" or "yarn"."""
+    fields = common_fields({"rms_norm_eps": 1e-5, **config})
+    if fields["rope"].rope_type in ("su", "yarn"):
+        fields["rope"] = replace(fields["rope"], rope_type="longrope")
+    fields["windows"] = (config.get("sliding_window"),) * fields["num_layers"]
+    return DecoderConfig(**fields, names=LayerNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",)))
