@@ -33,7 +33,8 @@ class Request:
     `tokens` holds the prompt and what was sampled. `finish_reason` is None until the end, then "stop", "length",
     "abort" or "error"; `stop_reason` is the stop string or stop token id that ended it (None for the end-of-sequence
     token), `error` the message of a failed step. `num_cached_tokens` counts the prompt tokens that the prefix cache
-    spared at the first admission.
+    spared at the first admission. `embeds`: the hidden state of its last prompt token is wanted, and no answer, so that
+    the prompt may fill the context.
     """
 
     __slots__ = (
@@ -45,6 +46,7 @@ class Request:
         "computed",
         "discards_in_flight",
         "drafts",
+        "embeds",
         "eos_token_ids",
         "error",
         "finish_reason",
@@ -83,6 +85,7 @@ class Request:
         priority: int = 0,
         cache_salt: str | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
+        embeds: bool = False,
     ) -> None:
         self.request_id = request_id
         self.tokens = list(prompt_token_ids)
@@ -91,6 +94,7 @@ class Request:
         self.arrival_time = arrival_time
         self.priority = priority
         self.cache_salt = cache_salt
+        self.embeds = embeds
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self.stop_token_ids = self.eos_token_ids | frozenset(params.stop_token_ids or ())
         self._check_prompt()

@@ -64,7 +64,7 @@ class Scheduler:
 
     def _max_length(self, request: Request) -> int:
         """Prompt plus output at most; refuses what cannot fit in the context or in the pool."""
-        limit, prompt = self.config.max_model_len, request.num_prompt_tokens
+        limit, prompt = self.config.max_model_len + request.embeds, request.num_prompt_tokens
         if prompt + 1 > limit:
             raise CapacityError(
                 f"the prompt has {prompt} tokens, but the context holds {limit} and one is needed for the output: "

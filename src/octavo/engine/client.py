@@ -106,6 +106,28 @@ class EngineClient:
             if not is_over and not self._is_dead:
                 await self._send(ToEngine(abort=[request_id]))
 
+    async def embed(self, items: list[EngineRequest]) -> list[EngineOutput]:
+        """The outputs of several embedding requests, which reach the engine together, in their order.
+
+        A cancelled task aborts what has not ended. Raises as `generate` does.
+        """
+        self._check_alive()
+        queues = {item.request_id: Mailbox() for item in items}
+        self._queues |= queues
+        found: dict[str, EngineOutput] = {}
+        try:
+            await self._send(ToEngine(add=items))
+            for name, queue in queues.items():
+                output = found[name] = await queue.get()
+                if output.error is not None:
+                    raise self._request_error(output)
+        finally:
+            for name in queues:
+                del self._queues[name]
+            if len(found) < len(items) and not self._is_dead:
+                await self._send(ToEngine(abort=[name for name in queues if name not in found]))
+        return list(found.values())
+
     async def abort(self, request_id: str) -> None:
         """Stop a request; its iterator ends with finish_reason "abort". Unknown requests are ignored."""
         queue = self._queues.get(request_id)

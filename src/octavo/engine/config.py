@@ -14,6 +14,11 @@ class EngineConfig:
     """How to load a model and how to run it. Names and defaults follow vLLM's."""
 
     model: str = setting("demo", "directory, .gguf file, Hugging Face id, or 'demo'", positional=True)
+    runner: str = setting(
+        "auto",
+        "what the model is served for: generating (a causal model then makes embeddings too) or embeddings only",
+        choices=("auto", "generate", "pooling"),
+    )
     tokenizer: str | None = setting(None, "directory or Hugging Face id of the tokenizer (default: the model's own)")
     skip_tokenizer_init: bool = setting(False, "load no tokenizer; prompts are token ids then")
     dtype: str = setting(

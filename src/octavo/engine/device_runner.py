@@ -145,6 +145,9 @@ class DeviceRunner(Runner):
         sampling = step.requests
         if packed.samples is not None:
             sampling = [item for item in sampling if item.sample]
+        if sampling and self._embedding:
+            rows = hidden if packed.samples is None else hidden.index_select(0, packed.samples[0])
+            self._take_embeddings(rows, sampling, launched.result)
         if sampling:
             self._sample_step(launched, sampling, packed, hidden, decoded)
         self._take_prompt_logprobs(step, hidden, launched.result)

@@ -16,6 +16,7 @@ from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler, SchedulerConfig, Step
 from octavo.engine.config import EngineConfig
 from octavo.engine.dense_copies import keep_dense_copies
+from octavo.engine.embedding import causal_embedding_info, embedding_bytes
 from octavo.engine.loading import LoadedModel, load
 from octavo.engine.memory import KVCachePlan, StepLimits, plan_kv_cache, step_limits
 from octavo.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats
@@ -90,6 +91,7 @@ class Engine:
             wrong = next(t for t in ids if not 0 <= t < vocab)
             raise UserError(f"the prompt holds token id {wrong}; it must be in [0, {vocab})", param="prompt")
         _check_token_lists(item, vocab)
+        self._check_task(item)
         request = Request(
             item.request_id,
             item.prompt_token_ids,
@@ -98,6 +100,7 @@ class Engine:
             priority=item.priority,
             cache_salt=item.cache_salt,
             eos_token_ids=self._eos,
+            embeds=item.embeds,
         )
         self._scheduler.add(request)
         self._num_added += 1
@@ -107,6 +110,14 @@ class Engine:
         )
         self._runner.add(request, row)
         self._requests[item.request_id] = _Progress(request)
+
+    def _check_task(self, item: EngineRequest) -> None:
+        if item.embeds and self.info.embedding is None:
+            raise UserError(
+                f"{self.info.model} makes no embeddings (runner 'generate', or a pooling that is not known)"
+            )
+        if not item.embeds and not self.info.can_generate:
+            raise UserError(f"{self.info.model} is served with runner 'pooling': it makes embeddings only")
 
     def abort(self, request_id: str) -> None:
         """Stop a request and free what it holds; unknown or finished ones are ignored (the abort came late)."""
@@ -199,7 +210,7 @@ class Engine:
     def _output(self, request: Request, result: StepResult) -> EngineOutput:
         name = request.request_id
         progress = self._requests[name]
-        tokens = result.tokens[name]
+        tokens = [] if request.embeds else result.tokens[name]
         self._stats.generation_tokens += len(tokens)
         output = EngineOutput(name, tokens, finish_reason=request.finish_reason, stop_reason=request.stop_reason)
         output.num_cached_tokens = request.num_cached_tokens
@@ -210,6 +221,10 @@ class Engine:
             output.queue_s = progress.started - request.arrival_time
             output.prefill_s = time.perf_counter() - progress.started
             output.prompt_logprobs = progress.prompt_logprobs
+        if request.embeds:
+            assert self.info.embedding is not None
+            output.finish_reason = "stop"  # at the one token that every step samples, which nobody asked for
+            output.embedding = embedding_bytes(result.embeddings[name], self.info.embedding.is_normalized)
         if request.finish_reason is not None:
             self._forget(name)
         return output
@@ -294,4 +309,6 @@ def _describe(config: EngineConfig, loaded: LoadedModel, plan: KVCachePlan, limi
         weight_bytes=loaded.model.weight_bytes(),
         eos_token_ids=loaded.eos_token_ids,
         generation_config=loaded.generation_config,
+        can_generate=config.runner != "pooling",
+        embedding=None if config.runner == "generate" else causal_embedding_info(loaded.checkpoint, loaded.model),
     )

@@ -8,12 +8,15 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.answers import Answer, Part, check_prompt, tokenize_bad_words
 from octavo.engine.config import EngineConfig
-from octavo.engine.engine import Engine
-from octavo.engine.messages import EngineRequest
-from octavo.engine.outputs import RequestOutput
+from octavo.engine.embedding import EmbeddingInputs, check_dimensions, cut, embedding_request
+from octavo.engine.factory import AnyEngine, build_engine
+from octavo.engine.messages import EngineOutput, EngineRequest
+from octavo.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from octavo.engine.tokenizer import load_tokenizer, plain_messages, render_chat
 from octavo.errors import EngineDeadError, UserError
 from octavo.progress import Progress
@@ -35,7 +38,7 @@ class LLM:
         config = EngineConfig.from_kwargs(model=str(model), **kwargs)
         # the tokenizer first: that it is missing should not be found after minutes of reading weights
         self._tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model, config.tokenizer)
-        self._engine: Engine | None = Engine(config)
+        self._engine: AnyEngine | None = build_engine(config)
         self._names = itertools.count()
 
     def generate(
@@ -49,6 +52,8 @@ class LLM:
         A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. `sampling_params` is one
         for all or one a prompt. A wrong prompt is a UserError before any is answered.
         """
+        if not self.engine.info.can_generate:
+            raise UserError(f"{self.engine.info.model} makes embeddings only: call embed")
         listed = _list_prompts(prompts)
         params = _list_params(sampling_params, len(listed))
         requests = [self._parse(prompt, p) for prompt, p in zip(listed, params, strict=True)]
@@ -90,6 +95,75 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector a prompt, in the prompts' order; prompts as in `generate`.
+
+        `dimensions` cuts the vectors of a model that was trained for it, `truncate_prompt_tokens` the inputs (-1: to
+        what the model takes; one that is too long is a UserError otherwise). `prompt_name` names one of the texts that
+        the model has to put before inputs, "query" for instance.
+        """
+        info = self.engine.info
+        if info.embedding is None:
+            raise UserError(f"{info.model} makes no embeddings: it was loaded with runner='generate'")
+        check_dimensions(dimensions, info.embedding, info.model)
+        requests = self._embedding_requests(_list_prompts(prompts), truncate_prompt_tokens, prompt_name)
+        found = self._run_embedding(requests, use_tqdm)
+        results = []
+        for request in requests:
+            output = found[request.request_id]
+            vector = cut(np.frombuffer(output.embedding or b"", np.float32), dimensions, info.embedding)
+            result = EmbeddingOutput(vector.tolist())
+            results.append(
+                EmbeddingRequestOutput(
+                    request.request_id, result, request.prompt_token_ids, num_cached_tokens=output.num_cached_tokens
+                )
+            )
+        return results
+
+    def _embedding_requests(
+        self, prompts: list[Prompt], keep: int | None, prompt_name: str | None
+    ) -> list[EngineRequest]:
+        inputs = EmbeddingInputs(self.engine.info, self._tokenizer)
+        texts = [_text_of(prompt) for prompt in prompts]
+        given = [text for text in texts if text is not None]
+        encoded = iter(inputs.encode(given, prompt_name) if given else [])
+        requests = []
+        for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+            ids = next(encoded) if text is not None else _ids_of(prompt)
+            ids = inputs.fit(ids, keep, f"prompts[{i}]", is_text=text is not None)
+            requests.append(embedding_request(str(next(self._names)), ids))
+        return requests
+
+    def _run_embedding(self, requests: list[EngineRequest], use_tqdm: bool) -> dict[str, EngineOutput]:
+        """The last output of each request, by its id. Inputs of like length are computed together."""
+        engine = self.engine
+        waiting = {request.request_id for request in requests}
+        found: dict[str, EngineOutput] = {}
+        try:
+            for request in sorted(requests, key=lambda request: len(request.prompt_token_ids)):
+                engine.add(request)
+            with Progress(len(requests), "embedding", enabled=use_tqdm) as progress:
+                while waiting:
+                    for output in engine.step():
+                        if output.error is not None:
+                            raise EngineDeadError(f"request {output.request_id} failed: {output.error}")
+                        found[output.request_id] = output
+                        waiting.discard(output.request_id)
+                        progress.advance()
+        finally:
+            for name in waiting:
+                engine.abort(name)
+            engine.drain()
+        return found
+
     def get_tokenizer(self) -> Any:
         """The model's transformers tokenizer. Raises UserError with skip_tokenizer_init=True."""
         if self._tokenizer is None:
@@ -97,7 +171,7 @@ class LLM:
         return self._tokenizer
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> AnyEngine:
         """The engine. Raises EngineDeadError after shutdown()."""
         if self._engine is None:
             raise EngineDeadError("this LLM was shut down; create a new one")
@@ -160,6 +234,23 @@ class LLM:
             bad_words = tokenize_bad_words(self._tokenizer, part.params)
             self.engine.add(EngineRequest(part.request_id, answer.prompt_token_ids, part.params, bad_words=bad_words))
             num_tokens -= len(answer.prompt_token_ids)
+
+
+def _text_of(prompt: Prompt) -> str | None:
+    """The text of a prompt, None where it is token ids."""
+    if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is None:
+        prompt = prompt.get("prompt", prompt)
+    if isinstance(prompt, str):
+        return prompt
+    _ids_of(prompt)
+    return None
+
+
+def _ids_of(prompt: Prompt) -> list[int]:
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise UserError(f"a prompt is {prompt!r}; it must be text, token ids, or a dict with one of them")
+    return ids
 
 
 def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

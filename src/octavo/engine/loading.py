@@ -46,7 +46,7 @@ class LoadedModel:
 
 def load(config: EngineConfig) -> LoadedModel:
     """Open the checkpoint and build the model on its device."""
-    device = _pick_device(config.device)
+    device = pick_device(config.device)
     dtype = _pick_dtype(config.dtype, device)
     checkpoint = open_checkpoint(config.model, load_format=config.load_format, seed=config.seed, device=device)
     length = config.max_model_len if isinstance(config.max_model_len, int) else None
@@ -79,7 +79,8 @@ def load(config: EngineConfig) -> LoadedModel:
     )
 
 
-def _pick_device(name: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
+    """The device that a configuration names; "auto" is the GPU where there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():

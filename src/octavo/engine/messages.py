@@ -11,7 +11,10 @@ from octavo.engine.outputs import Logprobs
 
 @dataclass(slots=True)
 class EngineRequest:
-    """A request in tokens. `bad_words` are the token sequences that must not come, from `params.bad_words`."""
+    """A request in tokens. `bad_words` are the token sequences that must not come, from `params.bad_words`.
+
+    With `embeds` the hidden state of the last token is wanted, and nothing is generated.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -19,11 +22,15 @@ class EngineRequest:
     priority: int = 0
     cache_salt: str | None = None
     bad_words: list[list[int]] = field(default_factory=list)
+    embeds: bool = False
 
 
 @dataclass(slots=True)
 class EngineOutput:
-    """What one step added to a request. Times are seconds; they come with the first and the last output."""
+    """What one step added to a request. Times are seconds; they come with the first and the last output.
+
+    `embedding` holds the numbers of a vector, float32 in the machine's byte order.
+    """
 
     request_id: str
     token_ids: list[int] = field(default_factory=list)
@@ -35,6 +42,7 @@ class EngineOutput:
     num_cached_tokens: int = 0
     queue_s: float | None = None
     prefill_s: float | None = None
+    embedding: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -61,8 +69,24 @@ class EngineStats:
 
 
 @dataclass(slots=True)
+class EmbeddingInfo:
+    """How a model's embeddings are made. `matryoshka` are the sizes that one may be cut to, [] for any.
+
+    `prompts` are texts to put before an input, by name; `default_prompt_name` says which without being asked.
+    """
+
+    size: int
+    is_normalized: bool = True
+    can_be_cut: bool = False
+    matryoshka: list[int] = field(default_factory=list)
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None
+    lowercases: bool = False
+
+
+@dataclass(slots=True)
 class EngineInfo:
-    """What the engine found out while it started."""
+    """What the engine found out while it started. `embedding` is None where it makes no embeddings."""
 
     model: str
     max_model_len: int
@@ -80,6 +104,8 @@ class EngineInfo:
     weight_bytes: int
     eos_token_ids: list[int]
     generation_config: dict[str, Any] = field(default_factory=dict)
+    can_generate: bool = True
+    embedding: EmbeddingInfo | None = None
 
     def describe_capacity(self) -> str:
         """One line: blocks, the tokens they hold, and how many requests of full length fit."""

@@ -16,7 +16,7 @@ import time
 
 import zmq
 
-from octavo.engine.engine import Engine
+from octavo.engine.factory import AnyEngine, build_engine
 from octavo.engine.messages import EngineOutput, EngineRequest
 from octavo.engine.protocol import (
     Failure,
@@ -44,7 +44,7 @@ def main() -> int:
     socket.set_hwm(0)
     socket.connect(sys.argv[1])
     try:
-        engine = Engine(config, is_serving=True)
+        engine = build_engine(config, is_serving=True)
     except OctavoError as error:
         socket.send(encode(FromEngine(failure=Failure(type(error).__name__, str(error)))))
         socket.close(linger=5000)
@@ -56,7 +56,7 @@ def main() -> int:
     return 0
 
 
-def serve(engine: Engine, socket: zmq.Socket[bytes]) -> None:
+def serve(engine: AnyEngine, socket: zmq.Socket[bytes]) -> None:
     """Alternate between messages and steps until a shutdown message comes."""
     told = 0.0  # when the last snapshot was sent
     while True:
@@ -78,7 +78,7 @@ def serve(engine: Engine, socket: zmq.Socket[bytes]) -> None:
             socket.send(encode(outputs_message(outputs, engine.stats() if is_due else None)))
 
 
-def _apply(engine: Engine, message: ToEngine) -> list[EngineOutput]:
+def _apply(engine: AnyEngine, message: ToEngine) -> list[EngineOutput]:
     rejected = [output for item in message.add if (output := _add(engine, item)) is not None]
     for request_id in message.abort:
         engine.abort(request_id)
@@ -87,7 +87,7 @@ def _apply(engine: Engine, message: ToEngine) -> list[EngineOutput]:
     return rejected
 
 
-def _add(engine: Engine, item: EngineRequest) -> EngineOutput | None:
+def _add(engine: AnyEngine, item: EngineRequest) -> EngineOutput | None:
     try:
         engine.add(item)
     except OctavoError as error:

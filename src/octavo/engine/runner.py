@@ -34,6 +34,7 @@ class StepResult:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, Logprobs] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[Logprobs]] = field(default_factory=dict)
+    embeddings: dict[str, Tensor] = field(default_factory=dict)  # float32 [H] of the last token, on the host
     failed: dict[str, str] = field(default_factory=dict)  # request -> what went wrong with it alone
 
 
@@ -80,14 +81,18 @@ class Runner:
     def __init__(self, model: CausalLM) -> None:
         self._model = model
         self._rows: dict[str, SamplingRow] = {}
+        self._embedding: set[str] = set()  # those whose hidden state is wanted
 
     def add(self, request: Request, row: SamplingRow) -> None:
         """Make a request known before its first step; `row` shares its token lists with the request."""
         self._rows[request.request_id] = row
+        if request.embeds:
+            self._embedding.add(request.request_id)
 
     def remove(self, request_id: str) -> None:
         """Forget a request that ended."""
         self._rows.pop(request_id, None)
+        self._embedding.discard(request_id)
 
     def samples_on_host(self) -> bool:
         """Whether a request cannot be sampled before the host knows the tokens before it: take one step at a time."""
@@ -115,6 +120,14 @@ class Runner:
             result.tokens[name] = [token]
             if logprobs is not None:
                 result.logprobs[name] = logprobs
+
+    def _take_embeddings(self, rows: Tensor, sampling: Sequence[ScheduledRequest], result: StepResult) -> None:
+        """Copy the hidden rows of requests that want them to the host; on a GPU they are there once the step is."""
+        wanted = [r for r, item in enumerate(sampling) if item.request.embeds]
+        index = torch.tensor(wanted, dtype=torch.int64, device=rows.device)
+        copies = rows.index_select(0, index).float().to("cpu", non_blocking=True)
+        for r, copy in zip(wanted, copies, strict=True):
+            result.embeddings[sampling[r].request.request_id] = copy
 
     def _take_prompt_logprobs(self, step: Step, hidden: Tensor, result: StepResult) -> None:
         offset = 0
@@ -166,7 +179,10 @@ class HostRunner(Runner):
         done = InFlight(step, StepResult())
         sampling = [item for item in step.requests if item.sample]
         if sampling:
-            self._sample(self._model.compute_logits(hidden[inputs.sample_rows]), sampling, done.result)
+            rows = hidden[inputs.sample_rows]
+            if self._embedding:
+                self._take_embeddings(rows, sampling, done.result)
+            self._sample(self._model.compute_logits(rows), sampling, done.result)
         self._take_prompt_logprobs(step, hidden, done.result)
         return done
 

@@ -16,6 +16,7 @@ from octavo.server.auth import KeyRing
 from octavo.server.chat import chat_completions
 from octavo.server.completions import completions
 from octavo.server.docs import render_docs
+from octavo.server.embeddings import embeddings
 from octavo.server.errors import ApiError, internal_error
 from octavo.server.limits import read_body
 from octavo.server.metrics import CONTENT_TYPE
@@ -28,6 +29,7 @@ from octavo.version import __version__
 _UNSUPPORTED = {
     protocol.ChatCompletionRequest: refused.CHAT,
     protocol.CompletionRequest: refused.COMPLETION,
+    protocol.EmbeddingRequest: refused.EMBEDDING,
     protocol.TokenizeRequest: refused.TOKENIZE,
     protocol.DetokenizeRequest: refused.DETOKENIZE,
 }
@@ -71,14 +73,22 @@ def _add_generation(api: FastAPI, state: ServerState) -> None:
     @api.post("/v1/chat/completions", openapi_extra=_body(protocol.ChatCompletionRequest))
     async def create_chat_completion(request: Request) -> Response:
         """Answer a conversation."""
+        state.need_generation("/v1/chat/completions")
         parsed = await _parse(state, request, protocol.ChatCompletionRequest)
         return await chat_completions(state, parsed, request.state.request_id)
 
     @api.post("/v1/completions", openapi_extra=_body(protocol.CompletionRequest))
     async def create_completion(request: Request) -> Response:
         """Continue one or more prompts, given as text or token ids."""
+        state.need_generation("/v1/completions")
         parsed = await _parse(state, request, protocol.CompletionRequest)
         return await completions(state, parsed, request.state.request_id)
+
+    @api.post("/v1/embeddings", openapi_extra=_body(protocol.EmbeddingRequest))
+    async def create_embeddings(request: Request) -> Response:
+        """Vectors of one or more inputs, given as text or token ids."""
+        parsed = await _parse(state, request, protocol.EmbeddingRequest)
+        return await embeddings(state, parsed, request.state.request_id)
 
     @api.get("/v1/models")
     async def list_models() -> Response:

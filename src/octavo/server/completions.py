@@ -54,7 +54,7 @@ async def completions(state: ServerState, parsed: Parsed[CompletionRequest], req
 
 async def encode_prompts(state: ServerState, request: CompletionRequest) -> list[Prompt]:
     """The prompts in tokens; ApiError 400 names what is wrong with which."""
-    items = _list_prompts(request.prompt)
+    items = list_prompts(request.prompt)
     limit = state.config.max_prompts
     if len(items) > limit:
         raise bad_request(
@@ -80,19 +80,19 @@ async def encode_prompts(state: ServerState, request: CompletionRequest) -> list
     return prompts
 
 
-def _list_prompts(prompt: Any) -> list[str | list[int]]:
-    """OpenAI's four shapes (text, texts, token ids, lists of token ids) as a list of prompts."""
+def list_prompts(prompt: Any, name: str = "prompt") -> list[str | list[int]]:
+    """OpenAI's four shapes (text, texts, token ids, lists of token ids) as a list; `name` is the field, for errors."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list):
-        raise bad_request(f"prompt is {shown(prompt)}; it must be text, token ids, or a list of either", "prompt")
+        raise bad_request(f"{name} is {shown(prompt)}; it must be text, token ids, or a list of either", name)
     if not prompt:
-        raise bad_request("prompt is an empty list; it must hold at least one prompt or token id", "prompt")
+        raise bad_request(f"{name} is an empty list; it must hold at least one {name} or token id", name)
     if _are_ids(prompt):
         return [prompt]
     for i, item in enumerate(prompt):
         if not isinstance(item, str) and not (isinstance(item, list) and _are_ids(item)):
-            raise bad_request(f"prompt[{i}] is {shown(item)}; it must be text or a list of token ids", "prompt")
+            raise bad_request(f"{name}[{i}] is {shown(item)}; it must be text or a list of token ids", name)
     return prompt
 
 

@@ -137,6 +137,13 @@ class ServerMetrics:
     def count_finish(self, reason: str) -> None:
         self._success.labels(*self._values, reason).inc()
 
+    def count_embedding(self, prompt_tokens: int, seconds: float, reason: str) -> None:
+        """One input of an embedding request ended, `seconds` after its arrival."""
+        self.count_finish(reason)
+        if reason == "stop":
+            self.prompt_tokens.observe(prompt_tokens)
+            self.e2e_latency.observe(seconds)
+
     def count_rejection(self) -> None:
         self._rejections.labels(self._values[0], "max_num_queued_reqs").inc()
 

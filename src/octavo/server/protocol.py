@@ -79,6 +79,19 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: int | None = None
 
 
+class EmbeddingRequest(Struct, kw_only=True):
+    input: Any  # str, list[str], list[int] or list[list[int]]
+    model: str | None = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    user: str | None = None
+
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    priority: int | None = None
+    prompt_name: str | None = None
+
+
 class TokenizeRequest(Struct, kw_only=True):
     """Either `prompt`, or `messages` with the fields that a chat request has for its template."""
 

@@ -69,6 +69,18 @@ COMPLETION: dict[str, Unsupported] = COMMON | {
     "prompt_embeds": Unsupported("prompts are text or token ids"),
 }
 
+EMBEDDING: dict[str, Unsupported] = {
+    "messages": Unsupported("send the text as input"),
+    "add_special_tokens": Unsupported("send token ids to choose the tokens yourself", (True,)),
+    "embed_dtype": Unsupported("numbers are float32; leave it out", ("float32",)),
+    "endianness": Unsupported("base64 holds little-endian numbers, as OpenAI's does; leave it out", ("little",)),
+    "normalize": Unsupported("the model's own files say whether its vectors have unit length; leave it out"),
+    "use_activation": Unsupported("the model's own files say whether its vectors have unit length; leave it out"),
+    "padding": Unsupported("inputs are never padded; leave it out", (False, "longest")),
+    "cache_salt": Unsupported("it is there for completions; leave it out"),
+    "mm_processor_kwargs": Unsupported(_MEDIA, ({},)),
+}
+
 TOKENIZE: dict[str, Unsupported] = {"mm_processor_kwargs": Unsupported(_MEDIA, ({},))}
 DETOKENIZE: dict[str, Unsupported] = {}
 

@@ -212,7 +212,8 @@ def _announce(state: ServerState, config: ServerConfig, listener: socket.socket)
         "Octavo %s: %s, %s on %s, %.0f MB of weights, loaded in %.1f s",
         __version__, info.model, info.dtype, info.device, info.weight_bytes / 1e6, info.load_seconds,
     )  # fmt: skip
-    logger.info("%s; at most %d requests at a time", info.describe_capacity(), info.max_num_seqs)
+    capacity = info.describe_capacity() if info.can_generate else "embeddings only"
+    logger.info("%s; at most %d requests at a time", capacity, info.max_num_seqs)
     logger.info("serving %s at %s", ", ".join(state.model_names), address_of(config, listener))
 
 

@@ -73,6 +73,13 @@ class ServerState:
             )
         return model or self.model_names[0]
 
+    def need_generation(self, route: str) -> None:
+        """Raise ApiError 400 where the model generates nothing."""
+        if not self.client.info.can_generate:
+            raise ApiError(
+                400, f"{self.model_names[0]} makes embeddings only: it has no {route}; use /v1/embeddings", "model"
+            )
+
     def need_codec(self, param: str) -> TextCodec:
         if self.codec is None:
             raise UserError(
