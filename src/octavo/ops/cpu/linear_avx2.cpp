@@ -22,18 +22,15 @@ static void dense_block(const Task& t, int64_t row, int64_t tile) {
     for (int m = 0; m < MB; m++)
         for (int n = 0; n < 2 * NB; n++) acc[m][n] = _mm256_setzero_ps();
     for (int64_t k = 0; k < w.k; k += 2, b += 64) {
-        __m256 even[MB], odd[MB];
-        if constexpr (MB == 1) even[0] = _mm256_broadcast_ss(x + k), odd[0] = _mm256_broadcast_ss(x + k + 1);
-        for (int n = 0; n < 2 * NB; n++) {
-            const __m256i pairs = load_codes(b + n / 2 * w.tile_bytes + n % 2 * 32);
-            const __m256 first = even_of(pairs), second = odd_of(pairs);
+        for (int odd = 0; odd < 2; odd++) {  // one after the other: both would not fit in the registers
+            __m256 weights[2 * NB];
+            for (int n = 0; n < 2 * NB; n++) {
+                const __m256i pairs = load_codes(b + n / 2 * w.tile_bytes + n % 2 * 32);
+                weights[n] = odd ? odd_of(pairs) : even_of(pairs);
+            }
             for (int m = 0; m < MB; m++) {
-                if constexpr (MB > 1) {
-                    even[m] = _mm256_broadcast_ss(x + m * w.k + k);
-                    odd[m] = _mm256_broadcast_ss(x + m * w.k + k + 1);
-                }
-                acc[m][n] = _mm256_fmadd_ps(first, even[m], acc[m][n]);
-                acc[m][n] = _mm256_fmadd_ps(second, odd[m], acc[m][n]);
+                const __m256 factor = _mm256_broadcast_ss(x + m * w.k + k + odd);
+                for (int n = 0; n < 2 * NB; n++) acc[m][n] = _mm256_fmadd_ps(weights[n], factor, acc[m][n]);
             }
         }
     }
