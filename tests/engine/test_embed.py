@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,30 @@ def test_a_causal_model_embeds_a_full_context_and_still_generates(tiny_llama: Pa
     with pytest.raises(UserError, match=r"has 65 tokens; .* at most 64"):
         llm.embed([list(range(3, 68))])
     assert llm.generate("Hello", greedy, use_tqdm=False)[0].outputs[0].token_ids == before
+
+
+@pytest.mark.parametrize("architecture", ["LlamaModel", "LlamaForCausalLM"])
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_bodies_without_an_output_layer(tiny_llama: Path, tmp_path: Path, architecture: str, prefix: str) -> None:
+    """Saved by AutoModel, or renamed to the whole model's class as Qwen3-Embedding is, with or without the prefix."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "body"
+    shutil.copytree(tiny_llama, folder)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {n.replace("model.", prefix, 1): t for n, t in tensors.items() if not n.startswith("lm_head")}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": [architecture], "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    llm = LLM(str(folder), dtype="float32")
+    ids = [[5, 6, 7], [9] * 20]
+    torch.testing.assert_close(vectors(llm.embed(ids, use_tqdm=False)), last_states(tiny_llama, ids), atol=1e-5, rtol=0)
+    if architecture == "LlamaModel":
+        with pytest.raises(UserError, match="embeddings only"):
+            llm.generate("a")
+        with pytest.raises(UserError, match="saved without its output layer"):
+            LLM(str(folder), runner="generate")
 
 
 def test_runner_settles_what_a_causal_model_does(tiny_llama: Path) -> None:

@@ -309,6 +309,6 @@ def _describe(config: EngineConfig, loaded: LoadedModel, plan: KVCachePlan, limi
         weight_bytes=loaded.model.weight_bytes(),
         eos_token_ids=loaded.eos_token_ids,
         generation_config=loaded.generation_config,
-        can_generate=config.runner != "pooling",
+        can_generate=loaded.can_generate,
         embedding=None if config.runner == "generate" else causal_embedding_info(loaded.checkpoint, loaded.model),
     )

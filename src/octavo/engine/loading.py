@@ -17,6 +17,7 @@ from octavo.engine.config import EngineConfig
 from octavo.errors import UserError
 from octavo.models import load_model
 from octavo.models.base import CausalLM
+from octavo.models.body import complete, is_body
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class LoadedModel:
     memory_utilization: float
     eos_token_ids: list[int]
     generation_config: dict[str, Any] = field(default_factory=dict)
+    can_generate: bool = True
 
     def free_bytes(self) -> int:
         """Memory of the device that the engine may still take: its share of all of it, less what is in use now."""
@@ -49,6 +51,13 @@ def load(config: EngineConfig) -> LoadedModel:
     device = pick_device(config.device)
     dtype = _pick_dtype(config.dtype, device)
     checkpoint = open_checkpoint(config.model, load_format=config.load_format, seed=config.seed, device=device)
+    has_output = not is_body(checkpoint.config)
+    if not has_output and config.runner == "generate":
+        raise UserError(
+            f"runner is 'generate', but {config.model} was saved without its output layer; use 'pooling'",
+            param="runner",
+        )
+    checkpoint = complete(checkpoint)
     length = config.max_model_len if isinstance(config.max_model_len, int) else None
     model = load_model(
         checkpoint,
@@ -76,6 +85,7 @@ def load(config: EngineConfig) -> LoadedModel:
         memory_utilization=config.gpu_memory_utilization,
         eos_token_ids=_eos_token_ids(checkpoint),
         generation_config=checkpoint.generation_config,
+        can_generate=has_output and config.runner != "pooling",
     )
 
 
