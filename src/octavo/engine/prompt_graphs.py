@@ -83,12 +83,7 @@ class PromptGraphs:
             try:
                 with waiting_is_an_error():
                     self.warm_up([shape])
-                with self._recorder.recording() as graph:
-                    start = time.perf_counter()
-                    hidden = self._body(shape)
-                    launch_seconds = LAUNCH_FACTOR * (time.perf_counter() - start)
-                if self._recorder.device_seconds(graph) < launch_seconds:
-                    self._graphs[shape] = graph, hidden
+                self._capture(shape)
             except Exception as error:  # as for decodes
                 self._graphs.clear()
                 self.failure = f"{type(error).__name__}: {error}"
@@ -100,6 +95,17 @@ class PromptGraphs:
         most = self._shapes[-1].num_tokens if self._shapes else 0
         seconds = time.perf_counter() - begin
         logger.info("captured %s graphs of up to %s tokens with prompts in %.1f s", len(self._graphs), most, seconds)
+
+    def _capture(self, shape: PromptShape) -> None:
+        """Capture a shape and keep it if it pays. A graph that does not is gone on return: destroying it waits for the
+        device, which would spoil the next capture.
+        """
+        with self._recorder.recording() as graph:
+            start = time.perf_counter()
+            hidden = self._body(shape)
+            launch_seconds = LAUNCH_FACTOR * (time.perf_counter() - start)
+        if self._recorder.device_seconds(graph) < launch_seconds:
+            self._graphs[shape] = graph, hidden
 
     def warm_up(self, shapes: Sequence[PromptShape]) -> None:
         """Launch what the graphs of these shapes would hold, on padding, without capturing it."""

@@ -22,6 +22,7 @@ from octavo.layers.step import StepInputs
 logger = logging.getLogger(__name__)
 
 _PROMPT_TOKENS = (1, 9, 16, 24, 32, 40, 64, 100, 128, 200, 256, 500, 512, 1000, 1024, 2048)  # kernels differ by these
+_EQUAL_PROMPTS = [2048] * 4  # and by these
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ def compile_kernels(loaded: LoadedModel, config: EngineConfig, limits: StepLimit
                     if num_decodes + tokens <= min(most, loaded.model.max_position):
                         counts = [1] * num_decodes + [tokens]
                         loaded.model(*_step_of(loaded, config, counts, num_decodes, past=1))
+            if _EQUAL_PROMPTS[0] <= loaded.model.max_position and sum(_EQUAL_PROMPTS) <= most:
+                loaded.model(*_step_of(loaded, config, _EQUAL_PROMPTS, 0))
             _run_largest(loaded, config, limits)
         except Exception as error:
             logger.info("not all kernels are compiled ahead: %s: %s", type(error).__name__, error)

@@ -159,7 +159,8 @@ def build_plans(
             rows, keys = (n if plan.is_exact else n // 2 + 1 for n in (plan.rows, plan.keys))
             q = torch.zeros(plan.batch, rows, heads, head_dim, dtype=dtype, device=device)
             k = _empty([plan.batch, keys, kv_heads, head_dim], dtype, device, plan.is_exact).zero_()
-            _cudnn(q, k, k, plan.is_causal, head_dim**-0.5)
+            output, lse = _cudnn(q, k, k, plan.is_causal, head_dim**-0.5)
+            merge(output[0], lse[0], output[0], lse[0], q[0].flatten(1))  # compiled, if it is not yet
     return len(plans)
 
 
