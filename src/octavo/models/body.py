@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo.checkpoint.base import Checkpoint
+from octavo.checkpoint.dummy import DummyCheckpoint
 from octavo.checkpoint.quantized import QuantizedWeight
 
 _BODY = "model."
@@ -33,7 +34,8 @@ def complete(checkpoint: Checkpoint) -> Checkpoint:
     config = checkpoint.config
     if is_body(config):
         config = config | {"architectures": [_whole_class(config)], "tie_word_embeddings": True}
-    lacks_prefix = _PROBE in checkpoint and _BODY + _PROBE not in checkpoint
+    made_up = isinstance(checkpoint, DummyCheckpoint)  # its names are the whole model's, and take seconds to find
+    lacks_prefix = not made_up and _PROBE in checkpoint and _BODY + _PROBE not in checkpoint
     if config is checkpoint.config and not lacks_prefix:
         return checkpoint
     return _BodyCheckpoint(checkpoint, config, _BODY if lacks_prefix else "")
