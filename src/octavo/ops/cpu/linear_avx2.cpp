@@ -40,6 +40,9 @@ static void dense_block(const Task& t, int64_t row, int64_t tile) {
 
 // ---------------------------------------------------------------- codes
 
+// Bytes between the codes in hand and those fetched: the processor's own prefetching loses time at each tile.
+constexpr int64_t AHEAD = 2048;
+
 struct Int4 {
     static constexpr int WORDS = 4;  // vectors of 8 outputs x 2 k in 32 bytes
     static constexpr int ORDER[8] = {0, 2, 4, 6, 1, 3, 5, 7};
@@ -72,11 +75,12 @@ static __attribute__((always_inline)) inline void multiply_word(const __m256i (&
 }
 
 // Integer products of MB rows with one tile over `steps` of 64 bytes. x: pairs of int16, `lda` pairs a row.
-template <class Codec, int MB>
+template <class Codec, int MB, bool FETCH>
 static __attribute__((always_inline)) inline void multiply_codes(const int32_t* x, int64_t lda, const char* b,
                                                                  int64_t steps, __m256i (&sums)[MB][2]) {
     for (int m = 0; m < MB; m++) sums[m][0] = sums[m][1] = _mm256_setzero_si256();
     for (int64_t s = 0; s < steps; s++, b += 64, x += Codec::WORDS) {
+        if constexpr (FETCH) _mm_prefetch(b + AHEAD, _MM_HINT_T0);
         const __m256i v[2] = {load_codes(b), load_codes(b + 32)};
         multiply_word<Codec, 0>(v, x, lda, sums);
         multiply_word<Codec, 1>(v, x, lda, sums);
@@ -87,9 +91,8 @@ static __attribute__((always_inline)) inline void multiply_codes(const int32_t* 
     }
 }
 
-static inline Vec to_floats(const __m256i (&sums)[2], int32_t minus) {
-    const __m256i m = _mm256_set1_epi32(minus);
-    return {_mm256_cvtepi32_ps(_mm256_sub_epi32(sums[0], m)), _mm256_cvtepi32_ps(_mm256_sub_epi32(sums[1], m))};
+static inline Vec to_floats(const __m256i (&sums)[2]) {
+    return {_mm256_cvtepi32_ps(sums[0]), _mm256_cvtepi32_ps(sums[1])};
 }
 
 template <class Codec, int MB>
@@ -102,14 +105,14 @@ static void group_block(const Task& t, int64_t row, int64_t tile) {
     Vec acc[MB];
     for (int m = 0; m < MB; m++) acc[m] = zeros();
     for (int64_t g = 0; g < groups; g++, b += block, x += w.group / 2) {
-        for (int64_t i = 0; i < block; i += 64) _mm_prefetch(b + 2048 + i, _MM_HINT_T0);
         __m256i sums[MB][2];
-        multiply_codes<Codec, MB>(x, lda, b + header, steps, sums);
-        const Vec scale = load_half(b), offset = w.has_offset ? load_half(b + 32) : zeros();
+        for (int64_t i = 0; i < block; i += 64) _mm_prefetch(b + AHEAD + i, _MM_HINT_T0);
+        multiply_codes<Codec, MB, false>(x, lda, b + header, steps, sums);
+        const Vec scale = load_half(b);
+        const Vec offset = fnmadd(splat(float(w.zero)), scale, w.has_offset ? load_half(b + 32) : zeros());
         for (int m = 0; m < MB; m++) {
             const int64_t at = (row + m) * groups + g;
-            Vec y = to_floats(sums[m], w.zero * t.x_sum[at]) * scale;
-            if (w.has_offset) y = fmadd(splat(float(t.x_sum[at])), offset, y);
+            const Vec y = fmadd(to_floats(sums[m]), scale, splat(float(t.x_sum[at])) * offset);
             acc[m] = fmadd(y, splat(t.x_scale[at]), acc[m]);
         }
     }
@@ -122,11 +125,13 @@ template <int MB>
 static void w8a8_block(const Task& t, int64_t row, int64_t tile) {
     const Weight& w = *t.w;
     __m256i sums[MB][2];
-    multiply_codes<Int8, MB>((const int32_t*)t.codes + row * (w.k / 2), w.k / 2, w.data + tile * w.tile_bytes, w.k / 4,
-                             sums);
+    const int32_t* x = (const int32_t*)t.codes + row * (w.k / 2);
+    multiply_codes<Int8, MB, true>(x, w.k / 2, w.data + tile * w.tile_bytes, w.k / 4, sums);
     for (int m = 0; m < MB; m++) {
         const Vec scale = splat(t.x_scale[row + m]) * load(w.row_scale + tile * 16);
-        write(t, row + m, tile, to_floats(sums[m], 128 * t.x_sum[row + m]) * scale);
+        const __m256i zero = _mm256_set1_epi32(128 * t.x_sum[row + m]);
+        for (__m256i& sum : sums[m]) sum = _mm256_sub_epi32(sum, zero);
+        write(t, row + m, tile, to_floats(sums[m]) * scale);
     }
 }
 
