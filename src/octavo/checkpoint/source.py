@@ -13,13 +13,14 @@ from octavo.errors import CheckpointError, ModelNotFoundError
 
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 TOKENIZER_PATTERNS = ["tokenizer*", "*.jinja", "*.model", "merges.txt", "vocab.*", "*token*.json", "config.json"]
-# What is asked of the Hub: never pickled weights, other frameworks' files or a second copy of the weights.
+# What is asked of the Hub: never pickled weights, other frameworks' files or a second copy of the weights; of the
+# folders only those of sentence-transformers' stages, 1_Pooling say.
 HUB_PATTERNS = {
     "weights": ["*.json", "*.safetensors", *TOKENIZER_PATTERNS],
     "config": ["*.json", *TOKENIZER_PATTERNS],
     "tokenizer": TOKENIZER_PATTERNS,
 }
-HUB_IGNORE = ["*/*", "consolidated*", "*.gguf"]
+HUB_IGNORE = ["[!0-9]*/*", "consolidated*", "*.gguf"]
 KINDS = "a directory, a .gguf file, a Hugging Face id such as HuggingFaceTB/SmolLM2-135M-Instruct, or demo"
 Need = Literal["weights", "config", "tokenizer"]
 
