@@ -64,7 +64,7 @@ def read_sentence_config(path: Path, default_pooling: str) -> SentenceConfig:
         raise UnsupportedModelError(
             f"{path}/modules.json has the transformer in {stages['Transformer']!r}; move its files beside modules.json"
         )
-    lengths = next(filter(None, (_read_json(path / name) for name in _LENGTH_FILES)), {})
+    lengths: dict[str, Any] = next(filter(None, (_read_json(path / name) for name in _LENGTH_FILES)), {})
     prompts = _read_json(path / "config_sentence_transformers.json") or {}
     return SentenceConfig(
         pooling=_read_pooling(path / stages["Pooling"]) if "Pooling" in stages else default_pooling,
