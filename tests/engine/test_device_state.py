@@ -18,7 +18,13 @@ from octavo.engine.device_state import DeviceState
 from octavo.engine.graphs import decode_shapes
 from octavo.engine.inputs import BlockTables, build_inputs
 from octavo.engine.packing import DecodeShape, PromptShape
-from octavo.engine.prompt_graphs import MAX_DECODE_CONTEXT, MAX_PROMPT_PAIRS, fitting_shape, prompt_shapes
+from octavo.engine.prompt_graphs import (
+    MAX_DECODE_CONTEXT,
+    MAX_PROMPT_PAIRS,
+    fitting_shape,
+    prompt_shapes,
+    tokens_that_pay,
+)
 from octavo.engine.sampler import SamplingRow
 from octavo.ops import keep_tokens, sampling_inputs
 
@@ -211,6 +217,13 @@ def test_sampling_parameters_reach_the_device_as_they_were_given() -> None:
     assert top_p.tolist() == pytest.approx([0.9, 1.0, 1.0]) and min_p.tolist() == pytest.approx([0.05, 0.0, 0.0])
     assert seeds.tolist() == [(1 << 63) + 5 - (1 << 64), -3, 12]
     assert position.tolist() == [0, 0, 0]
+
+
+def test_graphs_of_prompts_reach_as_far_as_launching_takes_longer_than_computing() -> None:
+    llama_8b, qwen_600m = 218_000_000 * 32, 15_700_000 * 28
+    assert 600 < tokens_that_pay(32, llama_8b, 132) < 700
+    assert tokens_that_pay(28, qwen_600m, 132) > 3 * 2304
+    assert tokens_that_pay(32, llama_8b, 66) == tokens_that_pay(32, llama_8b, 132) // 2
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 16, 100, 256, 257, 512, 1000, 1024])

@@ -19,7 +19,7 @@ from octavo.core.scheduler import ScheduledRequest, Step
 from octavo.engine.device_state import DeviceState, PackedStep
 from octavo.engine.graphs import DecodeGraphs, Recorder, decode_shapes
 from octavo.engine.packing import DecodeShape, Padding, PromptShape, Staging
-from octavo.engine.prompt_graphs import PromptGraphs, prompt_shapes
+from octavo.engine.prompt_graphs import PromptGraphs, prompt_shapes, worthwhile_tokens
 from octavo.engine.runner import NAN_LOGITS, InFlight, Runner, StepResult
 from octavo.engine.sampler import LogprobTensors, SamplingRow, gather_logprobs, logprob_entries
 from octavo.engine.shared_prefix import num_shared_tokens
@@ -79,8 +79,9 @@ class DeviceRunner(Runner):
         return decode_shapes(self._state.max_num_seqs, self._can_share)
 
     def prompt_shapes(self) -> list[PromptShape]:
-        """Shapes of small prompts that get a graph."""
-        return prompt_shapes(self._state.max_num_seqs, self._state.max_num_batched_tokens)
+        """Shapes of steps with prompts that get a graph."""
+        most = min(self._state.max_num_batched_tokens, worthwhile_tokens(self._model, self._state.device))
+        return prompt_shapes(self._state.max_num_seqs, most)
 
     def warm_up(self) -> None:
         """Launch what graphs of every size would hold, on padding."""

@@ -83,16 +83,6 @@ class Recorder:
                 raise
             graph.capture_end()
 
-    def device_seconds(self, graph: Any) -> float:
-        """How long the device takes for a graph; waits for it."""
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()  # the first time takes longer: it is uploaded
-        first.record()
-        graph.replay()
-        last.record()
-        last.synchronize()
-        return float(first.elapsed_time(last)) / 1e3
-
 
 class DecodeGraphs:
     """Captures and holds the graphs.

@@ -5,9 +5,9 @@ prompts: its grid follows from numbers of tokens and of requests alone. A graph 
 of which hold anything; the few rows that sample are gathered and sampled by single calls.
 
 Up to which size that pays depends on the model: 32 layers are some 300 launches, 15 to 18 ms, which an 8B model needs
-for 600 tokens and a model of a tenth for 5,000. So shapes reach beyond what a server lets a step take
-(`core/prefill_cap.py`), and those that the device takes long for are dropped once they are captured: there the launches
-are hidden, and padding would cost more.
+for 600 tokens and a model of a tenth for 5,000. `worthwhile_tokens` says so from its sizes rather than from a clock, so
+that every start has the same graphs, and with them the same last bits. Shapes reach beyond what a server lets a step
+take (`core/prefill_cap.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from octavo.core.step import Step
 from octavo.engine.device_state import DeviceState
 from octavo.engine.graphs import Recorder, waiting_is_an_error
 from octavo.engine.packing import PromptShape
+from octavo.layers.layer import weights_of
 from octavo.models.base import CausalLM
+from octavo.ops import PackedWeight
+from octavo.ops.triton.runtime import num_multiprocessors
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +36,8 @@ NUM_REQUESTS = (16, 128)  # and the most: each request that is not there costs a
 MOST_OF_FEW = 512  # tokens up to which so few requests as the first of those have shapes of their own
 MAX_DECODE_CONTEXT = 8192  # a prompt's kernel walks the context of a decode in one program: 0.1 ms a layer for so many
 MAX_PROMPT_PAIRS = 1 << 21  # of a prompt's new tokens and its context: from there on attention has faster single calls
-LAUNCH_FACTOR = 1.5  # a launch in earnest over one that is captured, roughly
+LAUNCH_SECONDS = 0.47e-3  # of the host, for the single calls of a layer
+OPERATIONS_A_SECOND = 600e12 / 132  # of a multiprocessor in bf16, in products of so many rows
 
 
 def prompt_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[PromptShape]:
@@ -49,6 +53,18 @@ def prompt_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[Prompt
             wanted.remove(few)
         shapes += [PromptShape(most, tokens) for most in wanted]
     return shapes
+
+
+def worthwhile_tokens(model: CausalLM, device: torch.device) -> int:
+    """Tokens that the device takes about as long to compute as the host takes to launch a step by single calls."""
+    sizes = [w.shape for w in weights_of(model) if isinstance(w, PackedWeight) and w.shape[0] != model.vocab_size]
+    return tokens_that_pay(len(model.attention_layers()), sum(n * k for n, k in sizes), num_multiprocessors(device))
+
+
+def tokens_that_pay(num_layers: int, num_weights: int, multiprocessors: int) -> int:
+    """The same from the numbers of layers, of weights that every token is multiplied with, and of multiprocessors."""
+    seconds_a_token = 2 * max(num_weights, 1) / (OPERATIONS_A_SECOND * multiprocessors)
+    return int(num_layers * LAUNCH_SECONDS / seconds_a_token)
 
 
 def fitting_shape(shapes: Sequence[PromptShape], step: Step) -> PromptShape | None:
@@ -77,13 +93,15 @@ class PromptGraphs:
         self.failure: str | None = None
 
     def capture(self, shapes: Sequence[PromptShape]) -> None:
-        """Capture these shapes besides those that were before, the largest first; those that do not pay are dropped."""
+        """Capture these shapes besides those that were before, the largest first."""
         begin = time.perf_counter()
         for shape in sorted(shapes, key=_size, reverse=True):
             try:
                 with waiting_is_an_error():
                     self.warm_up([shape])
-                self._capture(shape)
+                with self._recorder.recording() as graph:
+                    hidden = self._body(shape)
+                self._graphs[shape] = graph, hidden
             except Exception as error:  # as for decodes
                 self._graphs.clear()
                 self.failure = f"{type(error).__name__}: {error}"
@@ -95,17 +113,6 @@ class PromptGraphs:
         most = self._shapes[-1].num_tokens if self._shapes else 0
         seconds = time.perf_counter() - begin
         logger.info("captured %s graphs of up to %s tokens with prompts in %.1f s", len(self._graphs), most, seconds)
-
-    def _capture(self, shape: PromptShape) -> None:
-        """Capture a shape and keep it if it pays. A graph that does not is gone on return: destroying it waits for the
-        device, which would spoil the next capture.
-        """
-        with self._recorder.recording() as graph:
-            start = time.perf_counter()
-            hidden = self._body(shape)
-            launch_seconds = LAUNCH_FACTOR * (time.perf_counter() - start)
-        if self._recorder.device_seconds(graph) < launch_seconds:
-            self._graphs[shape] = graph, hidden
 
     def warm_up(self, shapes: Sequence[PromptShape]) -> None:
         """Launch what the graphs of these shapes would hold, on padding, without capturing it."""
