@@ -16,7 +16,7 @@ MIN_ROWS = 2049  # of a prompt alone: fewer leave multiprocessors without work
 MIN_EQUAL_ROWS = 2048  # of each of several equal prompts, and of all of them
 MIN_TOTAL_ROWS = 8192
 MIN_SCORES = 60_000_000  # from as many on, the products save more than gathering and small launches cost
-MIN_ROWS_AFTER_PAST = 8193  # two calls and a merge: 4 x 1,024 after 1,024 took three times as long as in Triton
+MIN_ROWS_AFTER_PAST = 4097  # two calls and a merge: 4 x 1,024 after 1,024 took three times as long as in Triton
 MIN_PAST = 2049
 MIN_SCORES_AFTER_PAST = 1_000_000_000
 
@@ -87,8 +87,8 @@ def round_up(n: int) -> int:
 
 
 def plan_of(batch: int, rows: int, keys: int, is_causal: bool) -> Plan:
-    """The plan of a call; several prompts have their own, which is faster (no lengths in tensors)."""
-    is_exact = batch > 1
+    """The plan of a call; where so many rows are a power of two it is its own, and faster (no lengths in tensors)."""
+    is_exact = is_causal and rows == keys == round_up(rows) and batch * rows >= MIN_TOTAL_ROWS
     return Plan(batch, round_up(rows), round_up(keys), is_causal, is_exact)
 
 
@@ -102,10 +102,10 @@ def plans(heads: int, max_rows: int, max_context: int, max_requests: int) -> lis
     for rows in _powers(round_up(MIN_ROWS), round_up(longest)):
         least, most = rows // 2 + 1, min(rows, longest)
         if _pays(heads, most, 1):
-            found[plan_of(1, most, most, True)] = None
+            found |= {plan_of(1, n, n, True): None for n in (least, most)}
         for past in _powers(round_up(MIN_PAST), round_up(max_context)):
             if _pays_after_past(heads, most, min(past, max_context - least)):
-                found[plan_of(1, most, most, True)] = None
+                found |= {plan_of(1, n, n, True): None for n in (least, most)}
                 found[plan_of(1, least, past, False)] = None
     return list(found)
 
