@@ -23,6 +23,8 @@ class BuildKernels(build_ext):
     Objects of the two levels have the same names, so each library has a folder of its own for them.
     """
 
+    build_temp: str
+
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"
 
