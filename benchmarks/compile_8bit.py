@@ -18,8 +18,9 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from octavo.ops.triton import elementwise, gemv_8bit, linear_8bit, quantize
+from octavo.ops.triton import elementwise, gemv_8bit, linear_8bit, linear_int8_async, quantize, runtime
 from octavo.ops.triton.runtime import Tile
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -40,7 +41,8 @@ def compile_kernel(
         for name, kind in signature.items()
         if name not in skipped and (kind.startswith("*") or kind == "i32")
     }
-    source = ASTSource(fn=kernel, signature=given, constexprs=fixed, attrs=aligned)
+    source_type = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = source_type(fn=kernel, signature=given, constexprs=fixed, attrs=aligned)
     compiled = triton.compile(source, target=TARGET, options=options)
     return compiled.asm["ptx"], compiled.metadata.shared
 
@@ -148,6 +150,38 @@ def products(wanted: str) -> list[bool]:
     return results
 
 
+def in_flight(tile: Tile, k: int, out: str, with_bias: bool, with_residual: bool) -> tuple[str, int]:
+    block_k, layout = linear_int8_async.BLOCK_K, linear_int8_async.layout_of
+    signature = {"codes": f"tensordesc<i8[{tile.rows}, {block_k}],{layout(tile.rows)!r}>", "scale": "*fp32"}
+    signature |= {"w": f"tensordesc<i8[{tile.n}, {block_k}],{layout(tile.n)!r}>", "w_scale": "*fp32", "out": f"*{out}"}
+    constants: dict[str, Any] = {"K": k, "GROUP": linear_8bit.GROUP, "STAGES": tile.stages, "PDL": True}
+    constants["num_warps"] = tile.warps
+    for name, is_given in (("bias", with_bias), ("residual", with_residual)):
+        if is_given:
+            signature[name] = "*bf16"
+        else:
+            constants[name] = None
+    signature |= {"M": "i32", "N": "i32"}
+    options = {"num_warps": tile.warps, "launch_pdl": True}
+    return compile_kernel(linear_int8_async.int8_kernel, signature, constants, options)
+
+
+def products_in_flight(wanted: str) -> list[bool]:
+    """The tiles of the kernel in Gluon that any table has."""
+    tables = [runtime.read_tiles(path) for path in (Path(runtime.__file__).parent / "tuned").glob("*.json")]
+    used = {(k, tile) for table in tables for (_, _, k, _), tile in table.items() if tile.k == 0 < tile.rows}
+    results = []
+    for k, tile in sorted(used):
+        for out, with_bias, with_residual in (
+            ("bf16", False, False), ("bf16", False, True), ("bf16", True, True), ("fp32", False, False),
+            ("fp32", True, False),
+        ):  # fmt: skip
+            name = f"int8 in flight {k} {tuple(tile)} {out}{' bias' * with_bias}{' residual' * with_residual}"
+            if wanted in name:
+                results.append(report(name, in_flight(tile, k, out, with_bias, with_residual), "wgmma"))
+    return results
+
+
 def rows(wanted: str) -> list[bool]:
     results = []
     for width in (576, 1024, 4096, 8192, 14336):
@@ -197,7 +231,7 @@ def row_kernels(width: int, is_alone: bool, kind: str | None) -> list[bool]:
 
 def main() -> None:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    results = rows(wanted) + products(wanted)
+    results = rows(wanted) + products(wanted) + products_in_flight(wanted)
     print(f"{sum(results)} of {len(results)} kernels are as they should be")
     sys.exit(0 if all(results) else 1)
 

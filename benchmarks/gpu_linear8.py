@@ -27,14 +27,15 @@ from octavo.ops.triton import elementwise, gemv_8bit, linear_8bit, quantize, run
 from octavo.ops.triton.runtime import Tile
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-ROWS = (1, 8, 32, 64, 128, 256, 1024, 8192)
+ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 8192)
 KINDS = {"w8a8": "int8", "fp8": "fp8"}
 CACHE_BYTES = 240 << 20
 PROCESSES = 14
+ASYNC = ((128, 128, 4, 3), (128, 256, 8, 3), (64, 256, 4, 4), (64, 128, 4, 6))  # rows, n, warps, stages
 LIMITS = {"w8a8": 3e-3, "fp8": 1e-2}  # rounding to bfloat16 makes 1.7e-3, short sums of FP8 products some more
 
 
-def candidates(n: int, k: int, m: int) -> list[Tile]:
+def candidates(kind: str, n: int, k: int, m: int) -> list[Tile]:
     """The default tile and some around it."""
     default = linear_8bit.default_tile(n, k, linear_8bit.bucket(m))
     found = [default, *(gemv_8bit.candidates(k) if m == 1 else ())]
@@ -56,6 +57,8 @@ def candidates(n: int, k: int, m: int) -> list[Tile]:
         found += [Tile(128, 128, 128, 0, 4, 5), Tile(128, 128, 128, 0, 8, 5), Tile(128, 256, 128, 0, 8, 4)]
     if m >= 128:
         found += [linear_8bit.TORCH, linear_8bit.UNSCALED]
+    if m >= 128 and kind == "w8a8":
+        found += [linear_8bit.async_tile(*sizes) for sizes in ASYNC]
     fits = [t for t in found if t.rows <= 1 or (t.rows + t.n) * t.k * t.stages <= 200 << 10]
     return list({key_of(t, k): t for t in fits}.values())
 
@@ -82,7 +85,7 @@ def compile_part(kinds: list[str], part: int) -> None:
     for kind in kinds:
         for n, k in SHAPES.values():
             for m in ROWS:
-                for tile in candidates(n, k, m):
+                for tile in candidates(kind, n, k, m):
                     seen.add((kind, k, key_of(tile, k)))
     for kind, k, tile in sorted(seen)[part::PROCESSES]:
         if tile in (linear_8bit.TORCH, linear_8bit.UNSCALED):
@@ -187,7 +190,7 @@ def measure(kind: str, name: str, deadline: float) -> list[dict[str, object]]:
     entries = []
     for m in ROWS:
         best: tuple[float, Tile, float] | None = None
-        tiles = [tile for tile in candidates(n, k, m) if kind == "fp8" or tile.rows > 0]
+        tiles = [tile for tile in candidates(kind, n, k, m) if kind == "fp8" or tile.rows > 0]
         for tile in tiles if time.monotonic() < deadline else tiles[:1]:
             try:
                 error = case.check(m, tile)

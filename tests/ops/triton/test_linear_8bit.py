@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from eight_bit import operands, relative_error
 
-from octavo.ops import reference
 from octavo.ops.triton import runtime
 from octavo.ops.triton.linear_8bit import TORCH, UNSCALED, default_tile, linear_8bit, linear_for_reader
 from octavo.ops.triton.linear_8bit_parts import apply_scales
@@ -19,22 +18,9 @@ FEW = (Tile(16, 64, 64, 1, 4, 2), Tile(16, 32, 32, 3, 4, 2), Tile(32, 64, 128, 2
 MANY = (Tile(32, 32, 64, 0, 4, 2), Tile(64, 256, 32, 0, 4, 2))
 
 
-def operands(m: int, n: int, k: int, kind: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Codes and scales of rows and of a weight, and their product in float64."""
-    generator = torch.Generator().manual_seed(m * n + k)
-    codes, scale = reference.quantize_rows(torch.randn(m, k, generator=generator), kind)
-    weight, weight_scale = reference.quantize_rows(torch.randn(n, k, generator=generator) / k**0.5, kind)
-    exact = (codes.double() @ weight.double().T) * scale.double() * weight_scale.double().T
-    return tuple(t.to(device) for t in (codes, scale, weight, weight_scale.flatten(), exact))  # type: ignore[return-value]
-
-
 def tolerance(kind: str, device: torch.device) -> float:
     """Sums of float8 products lose digits in a GPU's matrix units, and half floats stand in for them elsewhere."""
     return 1e-6 if kind == "int8" else 2e-3 if device.type == "cuda" else 1e-5
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("kind", KINDS)

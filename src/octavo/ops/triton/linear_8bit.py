@@ -1,6 +1,6 @@
 """Products of 8-bit rows and 8-bit weights: int8 with sums in int32, E4M3 with sums in float32.
 
-y[m, n] = scale[m] * w_scale[n] * sum_k codes[m, k] w[n, k] + bias[n], rounded once. Four ways:
+y[m, n] = scale[m] * w_scale[n] * sum_k codes[m, k] w[n, k] + bias[n], rounded once. Five ways:
 
 * One row: no matrix units, `gemv_8bit.py`.
 * Few rows: reading W once is what takes the time. W is the large operand of the matrix units and the rows, padded to
@@ -8,6 +8,7 @@ y[m, n] = scale[m] * w_scale[n] * sum_k codes[m, k] w[n, k] + bias[n], rounded o
   of all parts in a fixed order, so that the result does not depend on who comes first.
 * Many rows: one program a multiprocessor walks over the tiles of y, in groups whose operands stay in the second-level
   cache; tensor descriptors (TMA) bring the operands.
+* Many rows of int8 on Hopper: the same, with products kept in flight, `linear_int8_async.py`.
 * cuBLAS, through torch, where the table says so: FP8 alone. It is fastest where it need not know the scales of rows,
   which are then applied after it, by the kernel that reads y if that one takes `Scaled`.
 
@@ -17,6 +18,7 @@ With PDL (programmatic dependent launch) a program asks for its weights while th
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import triton
@@ -27,16 +29,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.ops.triton import runtime
 from octavo.ops.triton.gemv_8bit import launch_one
-from octavo.ops.triton.linear_8bit_parts import apply_scales, column_factors, finish, prefetch_rows
+from octavo.ops.triton.linear_8bit_parts import GROUP, apply_scales, column_factors, finish, prefetch_rows, takes_async
 from octavo.ops.triton.runtime import Tile
 from octavo.ops.triton.scaled import Scaled
 
-BUCKETS = (1, 16, 32, 64, 128, 256, 1024, 8192)  # numbers of rows with tiles of their own
+BUCKETS = (1, 16, 32, 64, 128, 256, 512, 1024, 8192)  # numbers of rows with tiles of their own
 TORCH = Tile(0, 0, 0, 0, 0, 0)  # stands for torch's own product in the table, with the scales of rows
 UNSCALED = Tile(0, 0, 0, 1, 0, 0)  # the same without them: they are applied after it
 FAST_SUMS = True  # cuBLAS adds up FP8 products within the matrix units alone, as Triton's kernels do
-GROUP = 8  # blocks of rows that are walked over together
+ASYNC_TILES = 128  # of y, from which on the kernel of `linear_int8_async.py` is taken where nobody measured
 PREFETCH = tl.constexpr(1024)  # bytes of a row of W to ask for ahead
+
+_launch_async = runtime.lazy("linear_int8_async", "launch")
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -165,12 +169,21 @@ def linear_8bit(
             y = scaled_mm(codes, scale, weight, weight_scale, bias)
             return y if residual is None else residual.add_(y)
         tile = default_tile(n, k, bucket(rows))
+    elif tile.k == 0 and not takes_async(codes):
+        tile = default_tile(n, k, bucket(rows))
     out = torch.empty((rows, n), dtype=out_dtype, device=codes.device) if residual is None else residual
     assert out.dtype is out_dtype and out.is_contiguous()
     if rows > 0:
-        launch = launch_one if tile.rows == 1 else _launch_many if tile.split == 0 else _launch_few
-        launch(codes, scale, weight, weight_scale, bias, residual, out, tile)
+        _launch_of(tile)(codes, scale, weight, weight_scale, bias, residual, out, tile)
     return out
+
+
+def _launch_of(tile: Tile) -> Callable[..., None]:
+    if tile.rows == 1:
+        return launch_one
+    if tile.split != 0:
+        return _launch_few
+    return _launch_async if tile.k == 0 else _launch_many
 
 
 def linear_for_reader(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor | Scaled:
@@ -260,13 +273,30 @@ def tile_8bit(kind: str, n: int, k: int, m: int) -> Tile:
     """The sizes for m rows and a weight [n, k] of kind "w8a8" or "fp8", from the table of this GPU, or one of torch's.
 
     One row (`Tile.rows`) means the kernel without matrix units, no parts of K (`Tile.split`) the kernel of many rows,
-    less than none that tensor descriptors bring the operands of the kernel of few rows.
+    less than none that tensor descriptors bring the operands of the kernel of few rows. See also `async_tile`.
     """
     key = bucket(m)
     untuned = default_tile(n, k, key)
+    if kind == "w8a8" and m > 128 and triton.cdiv(key, 128) * triton.cdiv(n, 128) >= ASYNC_TILES:
+        untuned = async_tile(128, 128, 4, 3)
     if kind == "fp8" and m > 32:
         untuned = UNSCALED if m <= 1024 else TORCH
     return runtime.tuned_tiles().get((kind, n, k, key), untuned)
+
+
+def async_tile(rows: int, n: int, warps: int, stages: int) -> Tile:
+    """A tile of the kernel of `linear_int8_async.py`, which has its own number of columns of K: none in the table.
+
+    Microseconds on an H200 of the products of Llama-3.1-8B [qkv, o, gate_up, down], `many_rows_kernel` with the best
+    of its tiles against this kernel with tiles of 128 x 128 (4 warps, 3 stages) and of 64 x 256 (4 warps, 4 stages):
+
+         256 rows: 18.7  13.5   65.3  40.4    20.4  19.7   55.3   63.4    16.4  15.2   66.6  47.3
+         512 rows: 34.6  29.1  114.5  90.3    23.9  19.8   98.1   64.5    30.1  15.6  105.1  48.7
+        2048 rows: 85.2  59.0  388.1 183.2    72.6  48.4  333.4  163.5
+
+    Tiles of 128 x 128 win where y has 128 of them (o and down of 512 rows), and lose where it has 96 (qkv of 256).
+    """
+    return Tile(rows, n, 0, 0, warps, stages)
 
 
 def bucket(m: int) -> int:

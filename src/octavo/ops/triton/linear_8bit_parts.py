@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,6 +14,9 @@ from octavo.ops.triton import runtime
 from octavo.ops.triton.scaled import Scaled
 
 COLUMNS = 1024  # of a row, that one program finishes
+GROUP = 8  # blocks of rows that are walked over together, so that their operands stay in the second-level cache
+ASYNC_COLUMNS = 128  # of K in a tile of the kernel of `linear_int8_async.py`
+GLUON = "3.6."  # the release of Triton whose Gluon that kernel is written in: it changes from one to the next
 
 
 @triton.jit
@@ -75,3 +81,15 @@ def apply_scales(y: Scaled, bias: Tensor | None = None, residual: Tensor | None 
             y.values, y.row, y.column, bias, residual, out, rows, n, COLUMNS, pdl, num_warps=4, launch_pdl=pdl
         )
     return out
+
+
+def takes_async(codes: Tensor) -> bool:
+    """Whether the kernel of `linear_int8_async.py` takes these rows: int8, whole tiles of K, where there is Gluon."""
+    return codes.dtype == torch.int8 and codes.shape[1] % ASYNC_COLUMNS == 0 and has_async(codes.device)
+
+
+@functools.cache
+def has_async(device: torch.device) -> bool:
+    """Whether that kernel compiles for this device: its products are instructions of Hopper alone."""
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return is_hopper and triton.__version__.startswith(GLUON)
