@@ -32,6 +32,15 @@ def test_decodes_come_first_and_prefills_take_the_rest() -> None:
     assert shape(run(target)) == [("a", 4, 1), ("b", 0, 15)]
 
 
+def test_decodes_may_have_tokens_of_their_own() -> None:
+    target = scheduler(max_prefill_tokens=14)
+    target.add(request("a", 14))
+    target.add(request("b", 30))
+    assert shape(run(target)) == [("a", 0, 14)]  # nobody decodes, and yet 14 of 16
+    assert shape(run(target)) == [("a", 14, 1), ("b", 0, 14)]
+    assert shape(run(target)) == [("a", 15, 1), ("b", 14, 14)]
+
+
 def test_a_long_prompt_does_not_stall_the_streams() -> None:
     target = scheduler(max_prefill_tokens_with_decodes=6)
     target.add(request("a", 4, max_tokens=3))

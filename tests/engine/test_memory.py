@@ -16,7 +16,10 @@ CUDA = torch.device("cuda")
 
 def test_a_gpu_takes_more_at_once_and_two_steps_ahead() -> None:
     limits = step_limits(EngineConfig(), CUDA)
-    assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_steps_in_flight) == (256, 16384, 2)
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_steps_in_flight) == (256, 16640, 2)
+    assert limits.max_prefill_tokens == 16384
+    given = step_limits(EngineConfig(max_num_batched_tokens=8192), CUDA)
+    assert given.max_num_batched_tokens == given.max_prefill_tokens == 8192
     assert limits.uses_device_state
     assert step_limits(EngineConfig(), CUDA, is_serving=True).max_num_seqs == 512
     assert step_limits(EngineConfig(max_num_batched_tokens=300), CUDA, is_serving=True).max_num_seqs == 300

@@ -13,7 +13,9 @@ class SchedulerConfig:
     """Limits of the scheduler; `UserError` names a bad value and its range.
 
     max_num_seqs: running requests at most. max_num_batched_tokens: tokens a step. max_model_len: prompt plus output of
-    a request. block_size: tokens a KV block. policy: "fcfs", or "priority" (lower values first).
+    a request. block_size: tokens a KV block. policy: "fcfs", or "priority" (lower values first). max_prefill_tokens:
+    prefill tokens of any step; what it leaves of the tokens a step is for decodes, so that a step full of prompts has
+    the same size with them and without.
     max_prefill_tokens_with_decodes: prefill tokens of a step that also decodes, so that a long prompt does not stall
     the running streams; None leaves it to the next two, and with neither of them, as with 0, there is no cap.
     target_itl_ms: such a step takes no longer, by a model fitted to the steps so far (milliseconds). prefill_cap_range:
@@ -27,6 +29,7 @@ class SchedulerConfig:
     block_size: int = 16
     enable_prefix_caching: bool = True
     policy: str = "fcfs"
+    max_prefill_tokens: int | None = None
     max_prefill_tokens_with_decodes: int | None = None
     target_itl_ms: float | None = None
     prefill_cap_range: tuple[int, int] | None = None
@@ -46,6 +49,12 @@ class SchedulerConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens} and max_num_seqs {self.max_num_seqs}: every "
                 "running request decodes a token a step, so raise the first or lower the second",
                 param="max_num_batched_tokens",
+            )
+        if self.max_prefill_tokens is not None and not 1 <= self.max_prefill_tokens <= self.max_num_batched_tokens:
+            raise UserError(
+                f"max_prefill_tokens is {self.max_prefill_tokens}; it must be from 1 to max_num_batched_tokens = "
+                f"{self.max_num_batched_tokens}",
+                param="max_prefill_tokens",
             )
         if self.policy not in ("fcfs", "priority"):
             raise UserError(f"policy is {self.policy!r}; it must be 'fcfs' or 'priority'", param="policy")

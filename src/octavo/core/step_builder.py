@@ -41,6 +41,7 @@ class StepBuilder:
         ready = [min(len(r.tokens) + r.pending, r.max_length - 1) - r.computed - r.scheduled for r in running]
         decodes = ready.count(1)
         self.prefill_left -= decodes  # a decode's token is set aside even if an older prefill comes first
+        self.prefill_left = min(self.prefill_left, self.config.max_prefill_tokens or self.prefill_left)
         self.step.kv_tokens = (self.cache.pool.num_usable - self.cache.pool.num_free) * self.config.block_size
         if decodes:
             backlog = sum(count for count in ready if count > 1) + self.states.waiting.num_prompt_tokens

@@ -54,7 +54,7 @@ class EngineConfig:
         None, "requests that run at the same time (default: 256 on a GPU, 512 in a server on one, 64 on a CPU)"
     )
     max_num_batched_tokens: int | None = setting(
-        None, "tokens computed in one step (default: 16384 on a GPU, 2048 on a CPU)"
+        None, "tokens computed in one step (default: 2048 on a CPU, 16384 of prompts and max_num_seqs on a GPU)"
     )
     max_prefill_tokens_with_decodes: int | None = setting(
         None,

@@ -51,6 +51,7 @@ class Engine:
             SchedulerConfig(
                 max_num_seqs=limits.max_num_seqs,
                 max_num_batched_tokens=limits.max_num_batched_tokens,
+                max_prefill_tokens=limits.max_prefill_tokens,
                 max_model_len=plan.max_model_len,
                 block_size=config.block_size,
                 enable_prefix_caching=config.enable_prefix_caching,

@@ -17,7 +17,7 @@ CPU_SERVING_PREFILL = 64  # with 128 a gap of 58 ms was the 99th percentile (2 c
 GPU_MAX_NUM_BLOCKS = 2**19  # a tiny model would get millions of blocks, each of them an object on the host
 GPU_MAX_NUM_SEQS = 256
 GPU_SERVING_MAX_NUM_SEQS = 512  # at 64 requests a second 256 were full and the rest waited; core/prefill_cap.py
-GPU_MAX_NUM_BATCHED_TOKENS = 16384
+GPU_PREFILL_TOKENS = 16384  # a step; with a token for each request that decodes beside them, for kernels of one size
 GPU_SERVING_PREFILL_RANGE = (512, 2048)  # by the backlog: core/prefill_cap.py has the arithmetic
 
 
@@ -27,6 +27,7 @@ class StepLimits:
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_prefill_tokens: int
     max_prefill_tokens_with_decodes: int | None
     prefill_cap_range: tuple[int, int] | None
     max_steps_in_flight: int
@@ -97,17 +98,18 @@ def step_limits(config: EngineConfig, device: torch.device, is_serving: bool = F
     on_gpu = device.type == "cuda"
     gpu_seqs = GPU_SERVING_MAX_NUM_SEQS if is_serving else GPU_MAX_NUM_SEQS
     default_seqs = gpu_seqs if on_gpu else CPU_MAX_NUM_SEQS
-    default_tokens = GPU_MAX_NUM_BATCHED_TOKENS if on_gpu else CPU_MAX_NUM_BATCHED_TOKENS
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None:
         seqs = min(default_seqs, tokens or default_seqs)
+    default_tokens = GPU_PREFILL_TOKENS + seqs if on_gpu else max(CPU_MAX_NUM_BATCHED_TOKENS, seqs)
     prefill = config.max_prefill_tokens_with_decodes
     if prefill is None and config.target_itl_ms is None and is_serving and not on_gpu:
         prefill = CPU_SERVING_PREFILL
     is_async = on_gpu if config.async_scheduling is None else config.async_scheduling
     return StepLimits(
         max_num_seqs=seqs,
-        max_num_batched_tokens=max(default_tokens, seqs) if tokens is None else tokens,
+        max_num_batched_tokens=tokens or default_tokens,
+        max_prefill_tokens=tokens or (GPU_PREFILL_TOKENS if on_gpu else default_tokens),
         max_prefill_tokens_with_decodes=prefill,
         prefill_cap_range=GPU_SERVING_PREFILL_RANGE if is_serving and on_gpu else None,
         max_steps_in_flight=2 if is_async else 1,

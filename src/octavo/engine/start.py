@@ -141,7 +141,7 @@ def _plan_attention(loaded: LoadedModel, config: EngineConfig, limits: StepLimit
     shapes = {
         (x.num_heads, x.num_kv_heads, x.head_dim) for x in layers if not (x.window or x.softcap or x.shares_values)
     }
-    sizes = (limits.max_num_batched_tokens, _length(loaded, config), limits.max_num_seqs)
+    sizes = (limits.max_prefill_tokens, _length(loaded, config), limits.max_num_seqs)
     num_plans = sum(ops.plan_attention(*shape, loaded.dtype, loaded.device, *sizes) for shape in shapes)
     logger.info("%d plans for the attention of long prompts", num_plans)
 
@@ -182,11 +182,11 @@ def _measure_peak(loaded: LoadedModel, config: EngineConfig, limits: StepLimits)
 
 
 def _run_largest(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) -> None:
-    """A step full of prompts, as long as the model takes them, and sampling for as many requests as there may be."""
-    total = limits.max_num_batched_tokens
+    """A step of as many tokens as there may be, with prompts as long as the model takes them, and sampling for all."""
+    total, num_decodes = limits.max_prefill_tokens, limits.max_num_batched_tokens - limits.max_prefill_tokens
     length = min(total, loaded.model.max_position)
-    counts = [length] * (total // length) + [total % length] * (total % length > 0)
-    hidden = loaded.model(*_step_of(loaded, config, counts[: limits.max_num_seqs], 0))
+    counts = [1] * num_decodes + [length] * (total // length) + [total % length] * (total % length > 0)
+    hidden = loaded.model(*_step_of(loaded, config, counts, num_decodes))
     logits = loaded.model.compute_logits(hidden[: limits.max_num_seqs])
     rows = torch.zeros(len(logits), dtype=torch.int32, device=loaded.device)
     ops.sample_tokens(logits, rows + 1.0, rows + 50, rows + 0.9, rows * 0.1, rows.long(), rows.long())
