@@ -80,7 +80,12 @@ CASES: dict[str, Any] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     ),
-    "gemma3-capped": Gemma3TextConfig(**GEMMA, query_pre_attn_scalar=8, final_logit_softcapping=6.0),
+    "gemma3-capped": Gemma3TextConfig(
+        **GEMMA,
+        query_pre_attn_scalar=8,
+        final_logit_softcapping=6.0,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "phi3": Phi3Config(**SMALL, sliding_window=20),
     "phi3-partial": Phi3Config(
         **{**SMALL, "hidden_size": 64}, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}
@@ -112,7 +117,7 @@ OTHER: dict[str, Any] = {
     "sliding_window": 9,
     "use_sliding_window": False,
     "max_window_layers": 0,
-    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "layer_types": None,  # turned round
     "position_embedding_type": None,  # turned round
     "num_local_experts": 4,
     "attention_multiplier": 0.5,
@@ -123,10 +128,16 @@ OTHER: dict[str, Any] = {
     "attn_logit_softcapping": 1.0,
     "final_logit_softcapping": 3.0,
     "use_bidirectional_attention": True,
-    "original_max_position_embeddings": 64,
+    "original_max_position_embeddings": 8,  # short of the test's tokens: LongRoPE chooses by what is served
     "rope_theta": 300.0,
     "rope_scaling": {"rope_type": "linear", "factor": 3.0},
     "rope_local_base_freq": 3000.0,
-    "sliding_window_pattern": 2,
+    "sliding_window_pattern": 3,
     "layers_block_type": ["mamba", "mamba"],
+}
+
+# Fields of files from before transformers 5 that have new names now, by model_type.
+OLD: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window_pattern": 2},
+    "granitemoehybrid": {"layers_block_type": ["attention", "attention"]},
 }

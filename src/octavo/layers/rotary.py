@@ -18,6 +18,7 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedModelError
 
+_STRETCHED = ("llama3", "yarn", "longrope")  # those that know the length before they were scaled
 SERVED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "none")
 
 
@@ -47,8 +48,9 @@ class RopeConfig:
         given.pop("type", None)
         theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
         partial = given.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-        original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
-        given["original_max_position_embeddings"] = original or max_position
+        if rope_type in (*_STRETCHED, "su"):
+            original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
+            given["original_max_position_embeddings"] = original or max_position
         return cls(float(theta), int(head_dim * partial), max_position, rope_type, given)
 
     def unsupported_reason(self) -> str | None:

@@ -20,7 +20,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import RopeConfig, cos_sin_table
 from octavo.layers.step import StepInputs
-from octavo.layers.weights import WeightSource
+from octavo.layers.weights import Weight, WeightSource
 from octavo.models.base import CausalLM
 from octavo.models.fusion import fuse_layers
 
@@ -41,6 +41,7 @@ class DecoderConfig:
 
     Attributes:
         windows: tokens that a query of each layer sees, itself included; None where it sees all.
+        partial_rotary: the family can turn a part of each head only.
         local_rope: rotary settings of the layers that `local_layers` marks, where they differ from the others'.
         norm_offset: what every norm adds to its weight.
         softcap: attention scores s become softcap * tanh(s / softcap); `logits_softcap` likewise.
@@ -74,6 +75,7 @@ class DecoderConfig:
     norm_offset: float = 0.0
     softcap: float | None = None
     logits_softcap: float | None = None
+    partial_rotary: bool = False
     local_rope: RopeConfig | None = None
     local_layers: tuple[bool, ...] = ()
     names: LayerNames = LayerNames()
@@ -93,8 +95,15 @@ class DecoderConfig:
         if self.head_dim % 2:
             return f"the head size {self.head_dim} is odd"
         routing = None if self.experts is None else self.experts.routing.unsupported_reason()
-        local = None if self.local_rope is None else self.local_rope.unsupported_reason()
-        return routing or self.rope.unsupported_reason() or local
+        ropes = [self.rope] if self.local_rope is None else [self.rope, self.local_rope]
+        reasons = [routing, *(rope.unsupported_reason() for rope in ropes)]
+        if not self.partial_rotary:
+            reasons += [
+                f"its code turns whole heads, but partial_rotary_factor asks for {rope.rotary_dim} of {self.head_dim}"
+                for rope in ropes
+                if rope.rotary_dim != self.head_dim
+            ]
+        return next((reason for reason in reasons if reason), None)
 
 
 def common_fields(config: dict[str, Any]) -> dict[str, Any]:
@@ -263,7 +272,7 @@ class DecoderLM(CausalLM):
         self._dtype = source.dtype
         shape = (config.vocab_size, config.hidden_size)
         embedding = source.embedding("model.embed_tokens", shape)
-        output = None if config.tie_embeddings else source.embedding("lm_head", shape)
+        output = output_weight(source, config, embedding)
         self.embedding, self.output = embedding_and_output(
             embedding, output, source.dtype, source.device, source.deterministic
         )
@@ -308,6 +317,19 @@ class DecoderLM(CausalLM):
         if self.config.logits_divisor != 1.0:
             logits = logits / self.config.logits_divisor
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def output_weight(source: WeightSource, config: DecoderConfig, embedding: Weight) -> Weight | None:
+    """The weight [vocabulary, hidden] of the output layer; None where it is the embedding's.
+
+    A checkpoint with different values for both is not tied, whatever its configuration says (as in transformers 5).
+    """
+    if config.tie_embeddings and "lm_head.weight" not in source.checkpoint:
+        return None
+    output = source.embedding("lm_head", (config.vocab_size, config.hidden_size))
+    if not (config.tie_embeddings and isinstance(embedding, Tensor) and isinstance(output, Tensor)):
+        return output
+    return None if torch.equal(embedding, output) else output
 
 
 def load_norm(source: WeightSource, module: str, config: DecoderConfig) -> RMSNorm:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from octavo.layers.step import StepInputs
 from octavo.layers.weights import WeightSource
-from octavo.models.decoder import DecoderConfig, DecoderLayer, common_fields, load_norm
+from octavo.models.decoder import DecoderConfig, DecoderLayer, common_fields, load_norm, required
+from octavo.models.layer_kinds import FULL, SLIDING, every_nth_full, layer_kinds
 
 GELU = "gelu_pytorch_tanh"
 
@@ -38,7 +39,9 @@ class SandwichLayer(DecoderLayer):
 def gemma2_config(config: dict[str, Any]) -> DecoderConfig:
     """Reads the `config.json` of a Gemma2ForCausalLM."""
     given = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **config}
-    return gemma_decoder(given, layer_kinds(config, 2), given["attn_logit_softcapping"])
+    layers = required(config, "num_hidden_layers")
+    kinds = layer_kinds(config, layers, every_nth_full(layers, 2))
+    return gemma_decoder(given, kinds, given["attn_logit_softcapping"])
 
 
 def gemma_decoder(config: dict[str, Any], kinds: list[str], softcap: float | None = None, **more: Any) -> DecoderConfig:
@@ -48,11 +51,11 @@ def gemma_decoder(config: dict[str, Any], kinds: list[str], softcap: float | Non
     fields = common_fields({**defaults, **config, "hidden_act": activation})
     bias = bool(config.get("attention_bias", False))
     window = config.get("sliding_window", 4096)
-    unknown = set(kinds) - {"sliding_attention", "full_attention"}
+    unknown = set(kinds) - {SLIDING, FULL}
     refused = f"layers of the kinds {', '.join(sorted(unknown))} are not served" if unknown else None
     if config.get("use_bidirectional_attention"):
         refused = "its attention is not causal (use_bidirectional_attention)"
-    fields["windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    fields["windows"] = tuple(window if kind == SLIDING else None for kind in kinds)
     return DecoderConfig(
         **fields,
         qkv_bias=bias,
@@ -67,12 +70,3 @@ def gemma_decoder(config: dict[str, Any], kinds: list[str], softcap: float | Non
         refused=refused,
         **more,
     )
-
-
-def layer_kinds(config: dict[str, Any], period: int) -> list[str]:
-    """ "sliding_attention" or "full_attention" for each layer: `layer_types`, else every `period`-th is full."""
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        return list(kinds)
-    layers = range(config.get("num_hidden_layers") or 0)
-    return ["sliding_attention" if (index + 1) % period else "full_attention" for index in layers]

@@ -6,16 +6,18 @@ from typing import Any
 
 from octavo.layers.rotary import RopeConfig
 from octavo.models.decoder import DecoderConfig, required
-from octavo.models.gemma2 import gemma_decoder, layer_kinds
+from octavo.models.gemma2 import gemma_decoder
+from octavo.models.layer_kinds import SLIDING, every_nth_full, layer_kinds
 
 
 def gemma3_config(config: dict[str, Any]) -> DecoderConfig:
     """Reads the `config.json` of a Gemma3ForCausalLM. Its code reads no soft cap of attention scores."""
-    kinds = layer_kinds(config, config.get("sliding_window_pattern") or 6)
+    layers = required(config, "num_hidden_layers")
+    kinds = layer_kinds(config, layers, every_nth_full(layers, config.get("sliding_window_pattern") or 6))
     full, sliding = _rope_settings(config)
     head_dim, longest = config.get("head_dim") or 256, required(config, "max_position_embeddings")
     local = RopeConfig.from_config(sliding, head_dim, longest)
-    is_local = tuple(kind == "sliding_attention" for kind in kinds)
+    is_local = tuple(kind == SLIDING for kind in kinds)
     given = {**config, **full}
     return gemma_decoder(given, kinds, qk_norm=True, local_rope=local, local_layers=is_local)
 

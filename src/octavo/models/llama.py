@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.models.decoder import DecoderConfig, LayerNames, common_fields, required
+from octavo.models.layer_kinds import FULL, layer_kinds
 
 
 def llama_config(config: dict[str, Any]) -> DecoderConfig:
@@ -46,8 +47,8 @@ def granite_hybrid_config(config: dict[str, Any]) -> DecoderConfig:
     inner = required({"shared_intermediate_size": 1024, **config}, "shared_intermediate_size")
     decoder = granite_config({**config, "intermediate_size": inner, "mlp_bias": False})
     rope = decoder.rope if config.get("position_embedding_type") == "rope" else replace(decoder.rope, rope_type="none")
-    kinds = config.get("layer_types") or config.get("layers_block_type") or ["mamba"]
-    recurrent = set(kinds) - {"attention", "full_attention"}
+    kinds = layer_kinds(config, decoder.num_layers, []) or config.get("layers_block_type") or ["mamba"]
+    recurrent = set(kinds) - {"attention", FULL}
     refused = f"it has layers of the kinds {', '.join(sorted(recurrent))}" if recurrent else None
     if config.get("num_local_experts", 8):
         refused = "it routes tokens to experts (num_local_experts)"

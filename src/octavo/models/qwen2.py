@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.models.decoder import DecoderConfig, common_fields
+from octavo.models.layer_kinds import FULL, SLIDING, layer_kinds
 
 
 def qwen2_config(config: dict[str, Any]) -> DecoderConfig:
@@ -17,8 +18,7 @@ def qwen2_config(config: dict[str, Any]) -> DecoderConfig:
 def layer_windows(config: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer: by `layer_types` where given, else from layer `max_window_layers` on."""
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
-    types = config.get("layer_types")
-    if types is None:
-        first = config.get("max_window_layers", 28)
-        types = ["sliding_attention" if index >= first else "full_attention" for index in range(num_layers)]
-    return tuple(window if kind == "sliding_attention" else None for kind in types[:num_layers])
+    first = config.get("max_window_layers", 28)
+    by_index = [SLIDING if index >= first else FULL for index in range(num_layers)]
+    kinds = layer_kinds(config, num_layers, by_index)
+    return tuple(window if kind == SLIDING else None for kind in kinds)
