@@ -220,11 +220,10 @@ def check_all_schedules(model: CausalLM, reference: Any, length: int = 70, toler
 
     driver = Driver(model)
     sequences = [driver.add(prompt) for prompt in prompts]
-    driver.step([(sequences[0], 40)])
-    shared = driver.block_size
-    if all(spec.window is None for spec in driver.group_specs):
-        hit = driver.add(prompts[0][:shared] + random_tokens(vocab, 25, seed=9), sequences[0], shared)
-        sequences.append(hit)
+    shared = 2 * driver.block_size
+    driver.step([(sequences[0], shared)])
+    sequences.append(driver.add(prompts[0][:shared] + random_tokens(vocab, 25, seed=9), sequences[0], shared))
+    driver.step([(sequences[0], 8)])  # blocks that slide out of its windows stay for the other
     driver.step([(sequences[0], 1), (sequences[1], 17)])
     sizes = itertools.cycle([1, 13, 1, 9, 21])
     while any(sequence.computed < len(sequence.tokens) for sequence in sequences):

@@ -9,18 +9,40 @@ import pytest
 from harness import check_all_schedules, load, save_random
 from test_native import CASES as NATIVE_CASES
 from transformers import (
+    Cohere2Config,
+    CohereConfig,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
+    Glm4Config,
+    Glm4MoeConfig,
+    GlmConfig,
     GPT2Config,
+    GPTJConfig,
     GPTNeoXConfig,
     GptOssConfig,
+    GraniteMoeConfig,
+    HunYuanDenseV1Config,
+    MinistralConfig,
     MixtralConfig,
+    NemotronConfig,
     Olmo2Config,
+    Olmo3Config,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
+    Qwen2MoeConfig,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
+    Starcoder2Config,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from octavo.models.registry import NATIVE
+from octavo.models.table import GENERIC
 from octavo.models.transformers_route import TransformersLM
 
 SMALL: dict[str, Any] = {
@@ -42,6 +64,7 @@ LONGROPE = {
     "long_factor": [2.0, 3.0, 4.0, 6.0],
     "original_max_position_embeddings": 32,
 }
+HYBRID: dict[str, Any] = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
 CASES: dict[str, PreTrainedConfig] = {
     "gpt_neox": GPTNeoXConfig(**SMALL, rotary_pct=0.5, use_parallel_residual=True),
     "gpt_neox-sequential": GPTNeoXConfig(
@@ -74,10 +97,47 @@ CASES: dict[str, PreTrainedConfig] = {
         sliding_window=20,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
+    "gptj": GPTJConfig(
+        vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=128, rotary_dim=4, bos_token_id=1, eos_token_id=2
+    ),
+    "phi": PhiConfig(**GROUPED),
+    "starcoder2": Starcoder2Config(**GROUPED, sliding_window=20),
+    "cohere": CohereConfig(**GROUPED, logit_scale=1.5),
+    "cohere2": Cohere2Config(**GROUPED, **HYBRID, logit_scale=1.5),
+    "nemotron": NemotronConfig(**GROUPED, head_dim=8, partial_rotary_factor=0.5),
+    "exaone4": Exaone4Config(**GROUPED, **HYBRID),
+    "glm": GlmConfig(**GROUPED, head_dim=8),
+    "glm4": Glm4Config(**GROUPED, head_dim=8),
+    "smollm3": SmolLM3Config(**GROUPED, no_rope_layers=[1, 0]),
+    "seed_oss": SeedOssConfig(**GROUPED, head_dim=8),
+    "olmo3": Olmo3Config(**GROUPED, **HYBRID),
+    "ministral": MinistralConfig(**GROUPED, head_dim=8, sliding_window=20),
+    "hunyuan_v1": HunYuanDenseV1Config(**GROUPED, head_dim=8),
+    "ernie4_5": Ernie4_5Config(**GROUPED, head_dim=8),
+    "olmoe": OlmoeConfig(**GROUPED, num_experts=4, num_experts_per_tok=2),
+    "granitemoe": GraniteMoeConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": Qwen2MoeConfig(
+        **GROUPED,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+    ),
+    "glm4_moe": Glm4MoeConfig(
+        **GROUPED,
+        head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+    ),
 }
+FAST = ("gpt2", "gptj", "gpt_neox", "gpt_oss", "opt", "exaone4", "mixtral")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     reference = save_random(CASES[name], tmp_path)
     model = load(tmp_path, model_impl="transformers")
@@ -91,3 +151,8 @@ def test_native_families_are_served_by_both_routes(name: str, tmp_path: Path) ->
     model = load(tmp_path, model_impl="transformers")
     assert isinstance(model, TransformersLM)
     check_all_schedules(model, reference)
+
+
+def test_the_page_of_models_lists_what_is_tested_here() -> None:
+    tested = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] for config in CASES.values()}
+    assert tested - NATIVE.keys() == GENERIC.keys()
