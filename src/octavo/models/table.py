@@ -97,7 +97,8 @@ def page() -> str:
 
 def _row(architecture: str, family: str, attention: str, route: str, more: str) -> str:
     tested = SCHEDULES + (", window" if "window" in attention else "") + more
-    return f"| {family} | {architecture} | {route} | {attention} | {_QUANTIZABLE.get(architecture, 'yes')} | not yet | {tested} |"
+    quantizable = _QUANTIZABLE.get(architecture, "yes")
+    return f"| {family} | {architecture} | {route} | {attention} | {quantizable} | not yet | {tested} |"
 
 
 def _lines(lines: Iterable[str]) -> str:
