@@ -105,6 +105,18 @@ def test_rope_that_is_not_written_natively_is_named() -> None:
         load_model(Untouchable(config), dtype=torch.float32, model_impl="native")
 
 
+def test_a_rotary_share_that_the_family_ignores_is_named() -> None:
+    config = {**NATIVE_CASES["llama"].to_dict(), "architectures": ["LlamaForCausalLM"], "partial_rotary_factor": 0.5}
+    with pytest.raises(UnsupportedModelError, match="turns whole heads, but partial_rotary_factor asks for 4 of 8"):
+        load_model(Untouchable(config), dtype=torch.float32, model_impl="native")
+
+
+def test_layer_kinds_of_another_number_are_named() -> None:
+    config = {**NATIVE_CASES["qwen2-window"].to_dict(), "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 3}
+    with pytest.raises(CheckpointError, match="layer_types has 2 entries, but num_hidden_layers is 3"):
+        load_model(Untouchable(config), dtype=torch.float32)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"model_impl": "magic"}, {"quantization": "fp7"}, {"dtype": torch.float64}],
