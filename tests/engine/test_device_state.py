@@ -221,7 +221,7 @@ def test_sampling_parameters_reach_the_device_as_they_were_given() -> None:
 
 def test_graphs_of_prompts_reach_as_far_as_launching_takes_longer_than_computing() -> None:
     llama_8b, qwen_600m = 218_000_000 * 32, 15_700_000 * 28
-    assert 600 < tokens_that_pay(32, llama_8b, 132) < 700
+    assert 512 <= tokens_that_pay(32, llama_8b, 132) < 576
     assert tokens_that_pay(28, qwen_600m, 132) > 3 * 2304
     assert tokens_that_pay(32, llama_8b, 66) == tokens_that_pay(32, llama_8b, 132) // 2
 

@@ -37,7 +37,10 @@ def step_of(whole: Step, rows: list[int], lengths: list[int], members: list[int]
 
 @pytest.mark.parametrize("extras", ["plain", "window", "sinks"])
 @pytest.mark.parametrize("part", [64, 4096])
-def test_every_row_has_the_bits_of_the_whole_prompt(extras: str, part: int, device: torch.device) -> None:
+@pytest.mark.parametrize("sizes", [(1, 10, 64, 149), pytest.param((3,), marks=pytest.mark.slow)], ids=str)
+def test_every_row_has_the_bits_of_the_whole_prompt(
+    extras: str, part: int, sizes: tuple[int, ...], device: torch.device
+) -> None:
     heads, length = 6, 150
     window = 70 if extras == "window" else None
     sinks = torch.linspace(-1, 1, heads, device=device) if extras == "sinks" else None
@@ -48,7 +51,7 @@ def test_every_row_has_the_bits_of_the_whole_prompt(extras: str, part: int, devi
     expected = paged_attention(q, whole.cache, whole.meta, *arguments)
     exact = exact_attention(q, whole, *arguments[:-1])
     assert relative_error(expected, exact) < TOLERANCE
-    for size in (1, 3, 10, 64, 149):  # chunks of the prompt; 1 is a decode each
+    for size in sizes:  # chunks of the prompt; 1 is a decode each
         for start in range(0, length, size):
             end = min(start + size, length)
             if size == 1 and start % 13 and start not in (63, 64, 127, 128):
