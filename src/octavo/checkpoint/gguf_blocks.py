@@ -84,8 +84,8 @@ def _six_bits(packed: Bytes) -> tuple[Bytes, Bytes]:
 
 def _pairs(codes: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Two neighbouring 4-bit codes in a byte, the even one in the low half."""
-    low: npt.NDArray[Any] = codes[..., 0::2]
-    return low | (codes[..., 1::2] << 4)
+    pairs: npt.NDArray[Any] = codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return pairs
 
 
 def _halves(blocks: Bytes) -> Tensor:
