@@ -49,8 +49,8 @@ def test_original_context_may_stand_outside_of_the_rope_parameters() -> None:
     inside = {"rope_theta": 1e4, "rope_scaling": {**config["rope_scaling"], "original_max_position_embeddings": 256}}
     outside = {**config, "original_max_position_embeddings": 256}
     assert RopeConfig.from_config(inside, 64, 1024) == RopeConfig.from_config(outside, 64, 1024)
-    plain, _ = inverse_frequencies(RopeConfig.from_config(config, 64, 1024))
-    assert not torch.equal(plain, inverse_frequencies(RopeConfig.from_config(outside, 64, 1024))[0])
+    plain, _ = inverse_frequencies(RopeConfig.from_config(config, 64, 1024), 1024)
+    assert not torch.equal(plain, inverse_frequencies(RopeConfig.from_config(outside, 64, 1024), 1024)[0])
 
 
 def test_partial_rotation_shortens_the_table() -> None:
@@ -67,4 +67,4 @@ def test_partial_rotation_shortens_the_table() -> None:
 )
 def test_what_cannot_be_computed_is_named(parameters: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedModelError, match=named):
-        inverse_frequencies(RopeConfig.from_config({"rope_parameters": parameters}, 64, 128))
+        inverse_frequencies(RopeConfig.from_config({"rope_parameters": parameters}, 64, 128), 128)
