@@ -35,7 +35,7 @@ def step_of(whole: Step, rows: list[int], lengths: list[int], members: list[int]
     return step
 
 
-@pytest.mark.parametrize("extras", ["plain", "window", "sinks"])
+@pytest.mark.parametrize("extras", ["plain", pytest.param("window", marks=pytest.mark.slow), "sinks"])
 @pytest.mark.parametrize("part", [64, pytest.param(4096, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sizes", [(1, 64, 149), pytest.param((3, 10), marks=pytest.mark.slow)], ids=str)
 def test_every_row_has_the_bits_of_the_whole_prompt(

@@ -123,7 +123,10 @@ def compare(
 STEPS = [([1], [5]), ([1, 1, 1], [3, 17, 40]), ([1, 1, 9], [8, 30, 9])]
 
 
-@pytest.mark.parametrize("kind", ["dense", "torch", "4s", "4m", "8s"])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("4m", "8s")]  # half a minute each in the interpreter
+
+
+@pytest.mark.parametrize("kind", ["dense", "torch", "4s", *SLOW])
 @pytest.mark.parametrize(("rows", "lengths"), STEPS)
 def test_layers(kind: str, rows: list[int], lengths: list[int], device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
