@@ -25,6 +25,7 @@ class ActivationScheme:
     symmetric: bool = True
     strategy: str = "token"
     dynamic: bool = True
+    group_size: int | None = None
 
     def __post_init__(self) -> None:
         _require(1 <= self.num_bits <= 16, "activations.num_bits", self.num_bits, "within 1..16")
@@ -41,7 +42,8 @@ class ActivationScheme:
 class WeightScheme:
     """How a weight [N, K] is quantized; `group_size` counts input elements and is set for groups alone.
 
-    The strategy "tensor_group" (NVFP4) has a scale a group and one over all of them.
+    The strategy "tensor_group" (NVFP4) has a scale a group and one over all of them; "block" has one for each
+    `block_structure` of rows and columns. `power_of_two` scales (MXFP4) are stored as their exponents.
     """
 
     num_bits: int
@@ -50,6 +52,8 @@ class WeightScheme:
     strategy: str = "group"
     group_size: int | None = None
     activations: ActivationScheme | None = None
+    block_structure: tuple[int, int] | None = None
+    power_of_two: bool = False
 
     def __post_init__(self) -> None:
         _require(1 <= self.num_bits <= 8, "num_bits", self.num_bits, "within 1..8")
