@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from families import CASES as NATIVE_CASES
 from harness import Driver, assert_close, check_all_schedules, load, random_tokens, reference_logits, save_random
-from test_native import CASES as NATIVE_CASES
+from test_native import VARIANTS
 from test_transformers_route import CASES as ROUTE_CASES
 
 from octavo.checkpoint.convert import convert
 from octavo.checkpoint.safetensors_checkpoint import MAPPED_BYTES
 from octavo.core.cache_groups import KVCacheSpec
 
-CASES: dict[str, Any] = {**NATIVE_CASES, **ROUTE_CASES}
+CASES: dict[str, Any] = {**NATIVE_CASES, **VARIANTS, **ROUTE_CASES}
 
 
 @pytest.mark.parametrize("name", ["llama-tied-biases", "qwen3-bias-window", "gemma2", "gpt_neox", "mixtral"])
@@ -72,8 +73,8 @@ def test_longrope_takes_the_factors_of_the_longest_sequence_served(longest: int,
     [
         ("mistral", "native", [20, 20]),
         ("mistral", "transformers", [20, 20]),
-        ("qwen2-window", "native", [None, 20]),
-        ("qwen2-window", "transformers", [None, 20]),
+        ("qwen2", "native", [None, 20]),
+        ("qwen2", "transformers", [None, 20]),
         ("gemma2", "auto", [20, None]),
         ("gpt_oss", "auto", [20, None]),
         ("llama", "auto", [None, None]),

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from families import CASES as NATIVE_CASES
 from harness import load, save_random
 from safetensors.torch import load_file, save_file
-from test_native import CASES as NATIVE_CASES
 from test_transformers_route import CASES as ROUTE_CASES
 from transformers import (
     BartConfig,
@@ -112,7 +112,7 @@ def test_a_rotary_share_that_the_family_ignores_is_named() -> None:
 
 
 def test_layer_kinds_of_another_number_are_named() -> None:
-    config = {**NATIVE_CASES["qwen2-window"].to_dict(), "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 3}
+    config = {**NATIVE_CASES["qwen2"].to_dict(), "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 3}
     with pytest.raises(CheckpointError, match="layer_types has 2 entries, but num_hidden_layers is 3"):
         load_model(Untouchable(config), dtype=torch.float32)
 

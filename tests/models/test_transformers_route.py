@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import CASES as NATIVE_CASES
 from harness import check_all_schedules, load, save_random
-from test_native import CASES as NATIVE_CASES
+from test_native import VARIANTS
 from transformers import (
     Cohere2Config,
     CohereConfig,
@@ -145,9 +146,9 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     check_all_schedules(model, reference)
 
 
-@pytest.mark.parametrize("name", ["llama-tied-biases", "qwen2-window", "qwen3", "mistral", "granite", "llama-dynamic"])
+@pytest.mark.parametrize("name", ["llama-tied-biases", "qwen2", "qwen3", "mistral", "granite", "llama-dynamic"])
 def test_native_families_are_served_by_both_routes(name: str, tmp_path: Path) -> None:
-    reference = save_random(NATIVE_CASES[name], tmp_path)
+    reference = save_random({**NATIVE_CASES, **VARIANTS}[name], tmp_path)
     model = load(tmp_path, model_impl="transformers")
     assert isinstance(model, TransformersLM)
     check_all_schedules(model, reference)

@@ -8,7 +8,7 @@ from typing import Any
 from octavo.layers.experts import ExpertsConfig, Routing
 from octavo.layers.latent_attention import LatentConfig
 from octavo.layers.rotary import RopeConfig
-from octavo.models.decoder import DecoderConfig, common_fields, required
+from octavo.models.decoder_config import DecoderConfig, common_fields, required
 
 
 def deepseek_v2_config(config: dict[str, Any]) -> DecoderConfig:

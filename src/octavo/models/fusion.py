@@ -9,7 +9,8 @@ from octavo import ops
 from octavo.ops.decoder import FusedDecoder
 
 if TYPE_CHECKING:
-    from octavo.models.decoder import DecoderConfig, DecoderLayer, GatedMLP, SelfAttention
+    from octavo.models.decoder import DecoderLayer, GatedMLP, SelfAttention
+    from octavo.models.decoder_config import DecoderConfig
 
 FUSED_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 

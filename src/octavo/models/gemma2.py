@@ -8,7 +8,8 @@ from torch import Tensor
 
 from octavo.layers.step import StepInputs
 from octavo.layers.weights import WeightSource
-from octavo.models.decoder import DecoderConfig, DecoderLayer, common_fields, load_norm, required
+from octavo.models.decoder import DecoderLayer, load_norm
+from octavo.models.decoder_config import DecoderConfig, common_fields, required
 from octavo.models.layer_kinds import FULL, SLIDING, every_nth_full, layer_kinds
 
 GELU = "gelu_pytorch_tanh"

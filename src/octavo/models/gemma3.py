@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.layers.rotary import RopeConfig
-from octavo.models.decoder import DecoderConfig, required
+from octavo.models.decoder_config import DecoderConfig, required
 from octavo.models.gemma2 import gemma_decoder
 from octavo.models.layer_kinds import SLIDING, every_nth_full, layer_kinds
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from octavo.models.decoder import DecoderConfig, LayerNames, common_fields, required
+from octavo.models.decoder_config import DecoderConfig, LayerNames, common_fields, required
 from octavo.models.layer_kinds import FULL, layer_kinds
 
 

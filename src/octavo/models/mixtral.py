@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.layers.experts import ExpertsConfig, Routing
-from octavo.models.decoder import DecoderConfig
+from octavo.models.decoder_config import DecoderConfig
 from octavo.models.llama import mistral_config
 
 

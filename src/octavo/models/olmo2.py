@@ -10,7 +10,8 @@ from torch import Tensor
 from octavo import ops
 from octavo.layers.step import StepInputs
 from octavo.layers.weights import WeightSource
-from octavo.models.decoder import DecoderConfig, DecoderLayer, SelfAttention, common_fields, feed_forward, load_norm
+from octavo.models.decoder import DecoderLayer, SelfAttention, feed_forward, load_norm
+from octavo.models.decoder_config import DecoderConfig, common_fields
 
 
 class WholeNormAttention(SelfAttention):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from octavo.models.decoder import DecoderConfig, LayerNames, common_fields
+from octavo.models.decoder_config import DecoderConfig, LayerNames, common_fields
 
 
 def phi3_config(config: dict[str, Any]) -> DecoderConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.models.decoder import DecoderConfig, common_fields
+from octavo.models.decoder_config import DecoderConfig, common_fields
 from octavo.models.layer_kinds import FULL, SLIDING, layer_kinds
 
 

@@ -14,7 +14,8 @@ from octavo.errors import UnsupportedModelError, UserError
 from octavo.layers.quantize import check_quantization
 from octavo.layers.weights import WeightSource
 from octavo.models.base import CausalLM
-from octavo.models.decoder import DecoderConfig, DecoderLM
+from octavo.models.decoder import DecoderLM
+from octavo.models.decoder_config import DecoderConfig
 from octavo.models.deepseek import deepseek_v2_config, deepseek_v3_config
 from octavo.models.gemma2 import gemma2_config
 from octavo.models.gemma3 import gemma3_config
