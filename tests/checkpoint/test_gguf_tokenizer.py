@@ -210,6 +210,11 @@ def test_a_tokenizer_that_cannot_be_built_says_the_way_out(change: dict[str, Any
         build_backend(Path("x.gguf"), byte_level_metadata("gpt-2") | change)
 
 
+def test_a_sentencepiece_vocabulary_without_scores_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"x\.gguf.*3 scores for \d+ tokens and no merges.*--tokenizer"):
+        build_backend(Path("x.gguf"), sentencepiece_metadata() | {"tokenizer.ggml.scores": [0.0, 0.0, 0.0]})
+
+
 def test_a_file_without_a_tokenizer(
     small_models: dict[str, Any], gguf_writer: Callable[..., Any], tmp_path: Path
 ) -> None:
