@@ -10,8 +10,8 @@ import pytest
 
 import octavo.modifiers
 from octavo.checkpoint.scheme import ActivationScheme, WeightScheme
+from octavo.compress.command import modifiers_of, run
 from octavo.compress.config import CompressConfig
-from octavo.compress.oneshot import modifiers_of, run
 from octavo.compress.recipe import NOT_YET, dump_recipe, parse_recipe
 from octavo.compress.schemes import fit_group, preset, scheme_groups, with_group_size
 from octavo.errors import UserError
@@ -140,8 +140,10 @@ def test_settings_become_a_modifier() -> None:
     expected = QuantizationModifier(scheme="W8A16", ignore=["lm_head"], weight_observer="mse", group_size=64)
     assert modifiers_of(settings) == [expected]
     assert modifiers_of(CompressConfig("m", "out", actorder="none"))[0].actorder is None  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match="'awq' is not there yet"):
-        modifiers_of(CompressConfig("m", "out", algorithm="awq"))
+    with pytest.raises(UserError, match="unknown step 'magic'"):
+        modifiers_of(CompressConfig("m", "out", algorithm="magic+gptq"))
+    with pytest.raises(UserError, match="one step quantizes"):
+        modifiers_of(CompressConfig("m", "out", algorithm="gptq+rtn"))
     with pytest.raises(UserError, match="not both"):
         modifiers_of(CompressConfig("m", "out", recipe="r.yaml", scheme="W4A16"))
     with pytest.raises(UserError, match="--group-size does not go with a recipe"):

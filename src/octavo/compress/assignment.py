@@ -1,4 +1,4 @@
-"""Who does what: each linear layer of a model, the modifier that quantizes it, and the scheme that fits it."""
+"""Who does what: each linear layer of a model, the modifiers that change it, and the scheme that fits it."""
 
 from __future__ import annotations
 
@@ -10,76 +10,110 @@ from torch import nn
 
 from octavo.checkpoint.scheme import WeightScheme
 from octavo.compress.blocks import Blocks
-from octavo.compress.modifiers.base import Modifier
+from octavo.compress.modifiers.base import LayerModifier, Modifier, Pruner, Quantizer, Transform
 from octavo.compress.schemes import fit_group
 from octavo.errors import UserError
+
+_Refitted = dict[tuple[int | None, int | None, int], int]  # (group wanted, group used, inputs) -> layers
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A layer's modifier and the scheme that it is quantized with."""
+    """What happens to a layer: pruners in order, then a quantizer with its scheme (None, None: it stays dense)."""
 
-    modifier: Modifier
-    scheme: WeightScheme
-    observer: str | None
+    pruners: tuple[Pruner, ...] = ()
+    quantizer: Quantizer | None = None
+    scheme: WeightScheme | None = None
+    observer: str | None = None
+
+    @property
+    def modifiers(self) -> tuple[LayerModifier, ...]:
+        """All that work on the layer, in order."""
+        return self.pruners if self.quantizer is None else (*self.pruners, self.quantizer)
+
+    @property
+    def statistics(self) -> frozenset[str]:
+        """What they need to know of its inputs."""
+        return frozenset().union(*(modifier.statistics for modifier in self.modifiers))
 
 
 @dataclass
 class Plan:
-    """`layers` maps the full name of each layer to be quantized; `dense` names the linear layers that are not."""
+    """`layers` maps the full name of each layer that changes to its assignment; `dense` names the linear layers that
+    are not quantized; `transforms` come before both."""
 
     layers: dict[str, Assignment] = field(default_factory=dict)
     dense: list[str] = field(default_factory=list)
+    transforms: list[Transform] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def schemes(self) -> dict[str, WeightScheme]:
+        """The scheme of every layer that is quantized."""
+        return {name: a.scheme for name, a in self.layers.items() if a.scheme is not None}
+
+    def needs_data(self) -> bool:
+        """Whether anything has to be calibrated."""
+        return any(transform.calibrated for transform in self.transforms) or any(
+            assignment.statistics for assignment in self.layers.values()
+        )
 
 
 def make_plan(model: Any, blocks: Blocks, modifiers: Sequence[Modifier]) -> Plan:
-    """Ask every modifier for every linear layer. UserError when two want the same, none wants any, or no group fits."""
-    plan = Plan()
+    """Ask every modifier for every linear layer.
+
+    UserError when two quantizers want the same layer, none of the modifiers wants any, or no group size fits.
+    """
+    plan = Plan(transforms=[modifier for modifier in modifiers if isinstance(modifier, Transform)])
     modules = dict(model.named_modules())
     for modifier in modifiers:
         plan.notes += modifier.unused_patterns(modules)
     inside = {name for index in range(len(blocks.modules)) for name, _ in blocks.linears(index)}
-    refitted: dict[tuple[int | None, int | None, int], int] = {}
+    refitted: _Refitted = {}
     for name, module in modules.items():
         if not isinstance(module, nn.Linear):
             continue
         assignment = _assign(name, module, modifiers, refitted)
-        if assignment is not None and name not in inside:
+        if assignment.modifiers and name not in inside:
             plan.notes.append(_outside(model, name, module))
-            assignment = None
-        if assignment is None:
-            plan.dense.append(name)
-        else:
+            assignment = Assignment()
+        if assignment.modifiers:
             plan.layers[name] = assignment
-    if not plan.layers:
+        if assignment.quantizer is None:
+            plan.dense.append(name)
+    if not plan.layers and not plan.transforms:
         raise UserError("the recipe's targets match no linear layer of this model, so there is nothing to compress")
-    for modifier in modifiers:
-        _refuse_useless_group(modifier, [m.in_features for n, m in modules.items()
-                                         if n in plan.layers and plan.layers[n].modifier is modifier])  # fmt: skip
+    _refuse_useless_groups(plan, modules)
     plan.notes += [
         f"group size {wanted} does not divide {columns} inputs: {count} layers use {used or 'one group a row'} instead"
         for (wanted, used, columns), count in refitted.items()
     ]
+    for transform in plan.transforms:
+        plan.notes += transform.prepare(model, blocks)
     return plan
 
 
-def _refuse_useless_group(modifier: Modifier, inputs: list[int]) -> None:
+def _refuse_useless_groups(plan: Plan, modules: dict[str, nn.Module]) -> None:
     """A preset's group size gives way to a smaller one; one that was asked for and fits no layer is a mistake."""
-    if modifier.group_size is not None and inputs and all(columns % modifier.group_size for columns in inputs):
-        raise UserError(
-            f"group size {modifier.group_size} divides the inputs of no layer; they have "
-            f"{', '.join(map(str, sorted(set(inputs))))}. Give a divisor, or -1 (one group a row)",
-            param="group_size",
-        )
+    inputs: dict[int, list[int]] = {}
+    for name, assignment in plan.layers.items():
+        size = None if assignment.quantizer is None else assignment.quantizer.group_size
+        if size is not None:
+            inputs.setdefault(size, []).append(modules[name].in_features)  # type: ignore[arg-type]
+    for size, columns in inputs.items():
+        if all(count % size for count in columns):
+            raise UserError(
+                f"group size {size} divides the inputs of no layer; they have "
+                f"{', '.join(map(str, sorted(set(columns))))}. Give a divisor, or -1 (one group a row)",
+                param="group_size",
+            )
 
 
-def _assign(
-    name: str, module: nn.Linear, modifiers: Sequence[Modifier], refitted: dict[tuple[int | None, int | None, int], int]
-) -> Assignment | None:
-    claims = [(modifier, group) for modifier in modifiers if (group := modifier.claim(name, module)) is not None]
+def _assign(name: str, module: nn.Linear, modifiers: Sequence[Modifier], refitted: _Refitted) -> Assignment:
+    pruners = tuple(m for m in modifiers if isinstance(m, Pruner) and m.claim(name, module))
+    quantizers = [m for m in modifiers if isinstance(m, Quantizer)]
+    claims = [(modifier, group) for modifier in quantizers if (group := modifier.claim(name, module)) is not None]
     if not claims:
-        return None
+        return Assignment(pruners)
     if len(claims) > 1:
         both = " and ".join(type(modifier).__name__ for modifier, _ in claims)
         raise UserError(f"{name} is a target of {both}; narrow targets or ignore so that one of them has it")
@@ -93,7 +127,7 @@ def _assign(
     if scheme != group.scheme:
         key = (group.scheme.group_size, scheme.group_size, module.in_features)
         refitted[key] = refitted.get(key, 0) + 1
-    return Assignment(modifier, scheme, group.observer)
+    return Assignment(pruners, modifier, scheme, group.observer)
 
 
 def _outside(model: Any, name: str, module: nn.Linear) -> str:

@@ -60,7 +60,7 @@ class CompressConfig:
 
     def check(self) -> None:
         """Refuse what no model could be compressed with. Raises UserError."""
-        from octavo.compress.oneshot import modifiers_of, spec_of
+        from octavo.compress.command import modifiers_of, spec_of
 
         spec_of(self)
         modifiers_of(self)

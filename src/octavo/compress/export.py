@@ -16,7 +16,6 @@ from octavo.checkpoint.shards import SHARD_BYTES
 from octavo.checkpoint.writer import (
     CompressedGroup,
     ShardWriter,
-    compressed_parameters,
     compressed_tensors_config,
     write_json,
 )
@@ -24,6 +23,7 @@ from octavo.compress.assignment import Plan
 from octavo.compress.blocks import Blocks
 from octavo.compress.model_source import ModelSource
 from octavo.compress.modifiers.base import LayerResult
+from octavo.compress.stored_layer import layer_parameters
 from octavo.compress.work_folder import WorkFolder
 
 REPORT = "compression_report.json"
@@ -37,8 +37,8 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
     ("mlp.down_proj"), else by full names.
     """
     by_scheme: dict[WeightScheme, list[str]] = {}
-    for name, assignment in plan.layers.items():
-        by_scheme.setdefault(assignment.scheme, []).append(name)
+    for name, scheme in plan.schemes().items():
+        by_scheme.setdefault(scheme, []).append(name)
     if len(by_scheme) == 1:
         groups = [CompressedGroup(scheme) for scheme in by_scheme]
     else:
@@ -51,6 +51,12 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
             for (scheme, names), ends in zip(by_scheme.items(), endings, strict=True)
         ]
     return compressed_tensors_config(groups, ignore=plan.dense)
+
+
+def config_of(source: ModelSource, plan: Plan) -> dict[str, Any]:
+    """config.json of the compressed checkpoint: that of a plain one where nothing was quantized."""
+    config = source.config_dict()
+    return config | {"quantization_config": quantization_config(plan)} if plan.schemes() else config
 
 
 def _ending(name: str) -> str:
@@ -69,7 +75,7 @@ def write_checkpoint(
         sizes[name] = (tensor.numel(), tensor.numel() * tensor.element_size())
     writer.close()
     source.save_files(output_dir)
-    write_json(output_dir / "config.json", source.config_dict() | {"quantization_config": quantization_config(plan)})
+    write_json(output_dir / "config.json", config_of(source, plan))
     return sizes
 
 
@@ -108,21 +114,15 @@ def attach_save(source: ModelSource, plan: Plan, results: list[LayerResult], rec
         directory = Path(save_directory)
         directory.mkdir(parents=True, exist_ok=True)
         writer = ShardWriter(directory, max_shard_size)
-        layers = {result.name: result for result in results}
+        layers = {result.name: result for result in results if result.codes is not None}
         for name, tensor in source.stored(""):
             layer = layers.get(name.removesuffix(".weight"))
-            if layer is None or not name.endswith(".weight"):
-                writer.add(name, tensor)
-                continue
-            parameters = compressed_parameters(
-                layer.name, layer.codes, layer.scale, layer.scheme, None, layer.scale_dtype
-            )
-            for stored_name, stored in parameters.items():
+            whole = layer is None or not name.endswith(".weight")
+            for stored_name, stored in ({name: tensor} if whole else layer_parameters(layer)).items():  # type: ignore[arg-type]
                 writer.add(stored_name, stored)
         writer.close()
         source.save_files(directory)
-        config = source.config_dict() | {"quantization_config": quantization_config(plan)}
-        write_json(directory / "config.json", config)
+        write_json(directory / "config.json", config_of(source, plan))
         (directory / RECIPE).write_text(recipe, encoding="utf-8")
 
     source.model.save_pretrained = types.MethodType(save_pretrained, source.model)

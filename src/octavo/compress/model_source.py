@@ -48,8 +48,15 @@ class ModelSource(ABC):
         """The tensors of `module` are not needed any more."""
 
     @abstractmethod
+    def untie(self) -> None:
+        """Give the output layer a weight of its own, if it shares that of the input embeddings; before `fill`."""
+
+    @abstractmethod
     def stored(self, prefix: str, skip: str | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Name and value, as they are to be stored, of the tensors below `prefix` but not below `skip`."""
+        """Name and value, as they are to be stored, of the tensors below `prefix` but not below `skip`.
+
+        The value is what the model holds now, or the checkpoint's where the model holds none.
+        """
 
     def save_files(self, directory: Path) -> None:
         """Write tokenizer and generation config."""
@@ -96,6 +103,13 @@ class LoadedSource(ModelSource):
     def release(self, module: nn.Module) -> None:
         """Everything stays, it is the caller's model."""
 
+    def untie(self) -> None:
+        output = self.model.get_output_embeddings()
+        if output is not None and output.weight is self.model.get_input_embeddings().weight:
+            output.weight = nn.Parameter(output.weight.detach().clone(), requires_grad=False)
+        self.model.config.get_text_config().tie_word_embeddings = False
+        self.model.config.tie_word_embeddings = False
+
     def stored(self, prefix: str, skip: str | None = None) -> Iterator[tuple[str, Tensor]]:
         tied = getattr(self.model.config, "tie_word_embeddings", False)
         output = self.model.get_output_embeddings() if tied else None
@@ -118,10 +132,12 @@ class CheckpointSource(ModelSource):
         self.checkpoint, self.name, self.keep = checkpoint, name, keep
         self.path = checkpoint.path
         self._tokenizer = tokenizer
+        self._untied = False
         config = self.config_dict()
         self.dtype = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
         self.compute_dtype = torch.bfloat16 if self.dtype == torch.bfloat16 and has_amx() else torch.float32
         self.model = empty_model(config, self.compute_dtype)
+        self._tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
         self._names = self._checkpoint_names()
 
     @property
@@ -131,19 +147,19 @@ class CheckpointSource(ModelSource):
         return self._tokenizer
 
     def config_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in self.checkpoint.config.items()
-                if key not in ("quantization_config", "compression_config")}  # fmt: skip
+        config = {key: value for key, value in self.checkpoint.config.items()
+                  if key not in ("quantization_config", "compression_config")}  # fmt: skip
+        return config | {"tie_word_embeddings": False} if self._untied else config
 
     def _checkpoint_names(self) -> dict[str, str]:
         """Name in the model -> name in the checkpoint, which may lack the base model's prefix."""
         prefix = f"{self.model.base_model_prefix}."
-        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
         names, missing = {}, []
         for name in self.model.state_dict():
             found = next((n for n in (name, name.removeprefix(prefix)) if n in self.checkpoint), None)
             if found is not None:
                 names[name] = found
-            elif name not in tied:
+            elif name not in self._tied:
                 missing.append(name)
         if missing:
             raise _OtherNamesError(
@@ -163,8 +179,20 @@ class CheckpointSource(ModelSource):
                 continue
             tensor = self._tensor(full, old.shape)
             assign(module, name, tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor)
-        if not prefix:
+        if not prefix and not self._untied:
             self.model.tie_weights()
+
+    def untie(self) -> None:
+        output = self.model.get_output_embeddings()
+        names = {id(module): name for name, module in self.model.named_modules()}
+        weight = f"{names[id(output)]}.weight"
+        if weight not in self._tied:
+            return
+        source = f"{names[id(self.model.get_input_embeddings())]}.weight"
+        assign(output, "weight", torch.empty_like(output.weight))
+        self._names.setdefault(weight, self._names[source])
+        self._tied, self._untied = self._tied - {weight}, True
+        self.model.config.tie_word_embeddings = False
 
     def release(self, module: nn.Module) -> None:
         if self.keep:
@@ -173,11 +201,10 @@ class CheckpointSource(ModelSource):
             assign(module, name, value.to("meta"))
 
     def stored(self, prefix: str, skip: str | None = None) -> Iterator[tuple[str, Tensor]]:
-        shapes = {name: value.shape for name, value in self.model.state_dict().items()}
-        tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
+        held = self.model.state_dict()
         for name in self._names:
-            if name.startswith(prefix) and not (skip and name.startswith(skip)) and name not in tied:
-                tensor = self._tensor(name, shapes[name])
+            if name.startswith(prefix) and not (skip and name.startswith(skip)) and name not in self._tied:
+                tensor = held[name] if not held[name].is_meta else self._tensor(name, held[name].shape)
                 yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def save_files(self, directory: Path) -> None:

@@ -14,7 +14,7 @@ from octavo.compress.modifiers.gptq import GPTQModifier
 from octavo.compress.modifiers.quantization import QuantizationModifier
 from octavo.errors import UserError
 
-MODIFIERS: dict[str, type[QuantizationModifier]] = {
+MODIFIERS: dict[str, type[Modifier]] = {
     "QuantizationModifier": QuantizationModifier,
     "GPTQModifier": GPTQModifier,
 }
@@ -90,7 +90,7 @@ def _modifier(name: str, arguments: Any) -> Modifier:
         raise UserError(f"modifier {name!r} {state}; {' and '.join(MODIFIERS)} are there", param="recipe")
     kind = MODIFIERS[name]
     given = {} if arguments is None else arguments
-    fields = [field.name for field in dataclasses.fields(kind)]
+    fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     unknown = [key for key in given if key not in fields] if isinstance(given, Mapping) else [given]
     if unknown:
         raise UserError(f"{name} takes no {unknown[0]!r}; it takes {', '.join(fields)}", param="recipe")

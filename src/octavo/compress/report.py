@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,10 +36,10 @@ def size_report(
     modules; `element_size` is bytes a weight had before.
     """
     parts = {name: Part() for name in _ORDER}
-    layers = {result.name: result for result in results}
-    for result in results:
-        parts[QUANTIZED].before += result.codes.numel() * element_size
-        parts[QUANTIZED].weights += result.codes.numel()
+    layers = {result.name: result for result in results if result.scheme is not None}
+    for result in layers.values():
+        parts[QUANTIZED].before += math.prod(result.shape) * element_size
+        parts[QUANTIZED].weights += math.prod(result.shape)
     for name, (elements, size) in stored.items():
         module, _, leaf = name.rpartition(".")
         if module in layers and leaf != "bias":
@@ -48,7 +49,7 @@ def size_report(
         part.before += size
         part.after += size
         part.weights += elements
-    return _summary(parts, results)
+    return _summary(parts, list(layers.values()))
 
 
 def _kind(module: str, leaf: str, embedding: str, output: str) -> str:
@@ -63,9 +64,9 @@ def _kind(module: str, leaf: str, embedding: str, output: str) -> str:
 def _summary(parts: dict[str, Part], results: list[LayerResult]) -> dict[str, Any]:
     before = sum(part.before for part in parts.values())
     after = sum(part.after for part in parts.values())
-    bits = sum(r.codes.numel() * r.scheme.num_bits for r in results) / max(parts[QUANTIZED].weights, 1)
+    bits = sum(math.prod(r.shape) * r.scheme.num_bits for r in results if r.scheme) / max(parts[QUANTIZED].weights, 1)
     width = 8 * parts[QUANTIZED].before / max(parts[QUANTIZED].weights, 1)
-    ideal = 100 * (1 - bits / width)
+    ideal = 100 * (1 - bits / width) if results else 0.0
     rows = [
         {"part": name, "before_bytes": part.before, "after_bytes": part.after, "weights": part.weights}
         for name, part in parts.items()
@@ -82,6 +83,8 @@ def _explanation(
 ) -> list[str]:
     """Each part's share of the gap, in points of the original size: a part that did not shrink costs `ideal` of its
     share, scales cost what they add."""
+    if not parts[QUANTIZED].weights:
+        return ["no layer was quantized, so the checkpoint is as large as before"]
     lines = [
         f"{bits:g}-bit codes alone take {100 - ideal:.1f} % of {width:g}-bit weights, which would save {ideal:.1f} %; "
         f"the whole checkpoint shrank by {saved:.1f} %. The gap of {ideal - saved:.1f} points:"
@@ -107,9 +110,9 @@ def layer_entry(result: LayerResult) -> dict[str, Any]:
     """A layer's line in the report."""
     return {
         "name": result.name,
-        "shape": list(result.codes.shape),
-        "num_bits": result.scheme.num_bits,
-        "group_size": result.scheme.group_size,
+        "shape": list(result.shape),
+        "num_bits": None if result.scheme is None else result.scheme.num_bits,
+        "group_size": None if result.scheme is None else result.scheme.group_size,
         "error": result.error,
         **result.details,
     }

@@ -2,51 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+KINDS = ("diagonal", "hessian", "absmean", "range", "rows")
+SAMPLED_ROWS = 512
 _CHUNK = 1 << 14  # tokens a product: keeps the float32 copy of the inputs small
 _PANELS = 6  # into which the Hessian is cut; more of them compute less of the unneeded half, in smaller products
 
 
 class InputStatistics:
-    """The Hessian X'X (float32 [K, K]) of all inputs X [tokens, K], or its diagonal alone.
+    """Facts about all inputs X [tokens, K] of a layer, as far as `kinds` asks for them.
 
-    Rows with non-finite values are left out and counted: one of them would spoil every entry.
+    "hessian" X'X [K, K]; "diagonal" its diagonal alone; "absmean" the mean magnitude of each input [K]; "range" the
+    smallest and largest value of each [K]; "rows" up to 512 rows, evenly spread over each batch. Rows with non-finite
+    values are left out and counted: one of them would spoil everything.
     """
 
-    def __init__(self, in_features: int, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, in_features: int, kinds: Iterable[str], device: torch.device | str = "cpu") -> None:
+        self.kinds = frozenset(kinds)
+        if unknown := self.kinds - set(KINDS):
+            raise ValueError(f"unknown statistics {sorted(unknown)}; known are {KINDS}")
         self.tokens = 0
         self.non_finite = 0
-        shape = (in_features, in_features) if kind == "hessian" else (in_features,)
-        self._sum = torch.zeros(shape, dtype=torch.float32)
+        self.in_features = in_features
+        self._rows: list[Tensor] = []
+        self._device = device
+        shape = (in_features, in_features) if "hessian" in self.kinds else (in_features,)
+        self._squares = torch.zeros(shape, dtype=torch.float32, device=device)
+        self._magnitudes = torch.zeros(in_features, dtype=torch.float32, device=device)
+        self._minimum = torch.full((in_features,), torch.inf, device=device)
+        self._maximum = torch.full((in_features,), -torch.inf, device=device)
 
     def add(self, inputs: Tensor) -> None:
         """Add inputs [..., K] of any float dtype."""
-        rows = inputs.detach().reshape(-1, inputs.shape[-1]).cpu()
+        rows = inputs.detach().reshape(-1, inputs.shape[-1]).to(self._device)
         finite = torch.isfinite(rows).all(dim=1) if not bool(torch.isfinite(rows.sum())) else None
         if finite is not None:
             self.non_finite += int((~finite).sum())
             rows = rows[finite]
+        if not len(rows):
+            return
         self.tokens += len(rows)
         for chunk in rows.split(_CHUNK):
-            if self.kind == "hessian":
-                _add_gram(self._sum, chunk)
-            else:
-                self._sum += chunk.float().square().sum(dim=0)
+            self._add_chunk(chunk)
+        if "rows" in self.kinds:
+            self._rows.append(_spread(rows, SAMPLED_ROWS).float())
+
+    def _add_chunk(self, rows: Tensor) -> None:
+        if "hessian" in self.kinds:
+            _add_gram(self._squares, rows)
+        elif "diagonal" in self.kinds:
+            self._squares += rows.float().square().sum(dim=0)
+        if "absmean" in self.kinds:
+            self._magnitudes += rows.float().abs().sum(dim=0)
+        if "range" in self.kinds:
+            torch.minimum(self._minimum, rows.amin(dim=0).float(), out=self._minimum)
+            torch.maximum(self._maximum, rows.amax(dim=0).float(), out=self._maximum)
 
     def hessian(self) -> Tensor:
         """X'X, float32 [K, K], symmetric."""
-        return self._sum.tril() + self._sum.tril(-1).t()
+        self._require("hessian")
+        return self._squares.tril() + self._squares.tril(-1).t()
 
     def diagonal(self) -> Tensor:
         """Sum of squares of each input, float32 [K]."""
-        return self._sum.diagonal() if self.kind == "hessian" else self._sum
+        if "hessian" in self.kinds:
+            return self._squares.diagonal()
+        self._require("diagonal")
+        return self._squares
+
+    def absmean(self) -> Tensor:
+        """Mean magnitude of each input, float32 [K]."""
+        self._require("absmean")
+        return self._magnitudes / max(self.tokens, 1)
+
+    def minimum(self) -> Tensor:
+        """Smallest value of each input, float32 [K]."""
+        self._require("range")
+        return self._minimum
+
+    def maximum(self) -> Tensor:
+        """Largest value of each input, float32 [K]."""
+        self._require("range")
+        return self._maximum
+
+    def rows(self) -> Tensor:
+        """Some inputs as they were, float32 [at most 512, K]."""
+        self._require("rows")
+        if not self._rows:
+            return torch.empty(0, self.in_features, device=self._device)
+        return _spread(torch.cat(self._rows), SAMPLED_ROWS)
+
+    def _require(self, kind: str) -> None:
+        if kind not in self.kinds:
+            raise ValueError(f"{kind} was not gathered; this has {sorted(self.kinds)}")
+
+
+def _spread(rows: Tensor, count: int) -> Tensor:
+    """At most `count` rows at even distances."""
+    if len(rows) <= count:
+        return rows
+    return rows[torch.linspace(0, len(rows) - 1, count, device=rows.device).long()]
 
 
 def _add_gram(total: Tensor, rows: Tensor) -> None:

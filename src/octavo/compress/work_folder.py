@@ -6,20 +6,42 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from octavo.checkpoint.packing import unpack_codes
-from octavo.checkpoint.scheme import WeightScheme
-from octavo.checkpoint.writer import compressed_parameters
+from octavo.checkpoint.scheme import ActivationScheme, WeightScheme
+from octavo.compress.layer_work import restored, rewrite
 from octavo.compress.modifiers.base import LayerResult
+from octavo.compress.stored_layer import layer_parameters, read_layer
 from octavo.errors import UserError
 
 FOLDER = ".octavo-partial"
+
+
+@dataclass
+class StoredBlock:
+    """A finished block: its layers' results (codes and all), what its transforms said, and its other tensors."""
+
+    results: list[LayerResult]
+    notes: list[str]
+    dense: dict[str, Tensor]
+
+    @torch.no_grad()
+    def restore(self, block: nn.Module, prefix: str) -> None:
+        """Give `block` (full name `prefix`), which is filled, the weights that it had when it was finished."""
+        for name, tensor in self.dense.items():
+            path, _, leaf = name.removeprefix(f"{prefix}.").rpartition(".")
+            getattr(block.get_submodule(path), leaf).copy_(tensor)
+        for result in self.results:
+            if result.codes is not None:
+                layer: Any = block.get_submodule(result.name.removeprefix(f"{prefix}."))
+                rewrite(layer, restored(result))
 
 
 class WorkFolder:
@@ -42,33 +64,38 @@ class WorkFolder:
     def _file(self, index: int) -> Path:
         return self.path / f"block-{index:05d}.safetensors"
 
-    def save(self, index: int, results: list[LayerResult], dense: dict[str, Tensor]) -> None:
-        """Write a block: its quantized layers and its other tensors. It is there as a whole or not at all."""
-        tensors = dict(dense)
+    def save(self, index: int, results: list[LayerResult], tensors: dict[str, Tensor], notes: list[str]) -> None:
+        """Write a block: the layers that were quantized as such, its other `tensors` as they are.
+
+        It is there as a whole or not at all.
+        """
+        stored = dict(tensors)
         for result in results:
-            tensors |= compressed_parameters(
-                result.name, result.codes, result.scale, result.scheme, None, result.scale_dtype
-            )
-        entries = [
-            {"name": r.name, "shape": list(r.codes.shape), "error": r.error, "details": r.details, "notes": r.notes}
-            for r in results
-        ]
+            if result.codes is not None:
+                del stored[f"{result.name}.weight"]
+                stored |= layer_parameters(result)
+        about = {"layers": json.dumps([_entry(result) for result in results]), "notes": json.dumps(notes)}
         part = self._file(index).with_suffix(".part")
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        contiguous = {name: tensor.contiguous() for name, tensor in stored.items()}
         try:
-            save_file(contiguous, part, metadata={"layers": json.dumps(entries)})
+            save_file(contiguous, part, metadata=about)
             os.replace(part, self._file(index))
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"{part} cannot be written ({error}); free some space and go on with --resume, nothing else is lost"
             ) from error
 
-    def load(self, index: int, schemes: dict[str, WeightScheme]) -> list[LayerResult] | None:
-        """The results of a block, with codes and scales; None when it is not done."""
+    def load(self, index: int) -> StoredBlock | None:
+        """A block that is done, else None."""
         if not self._file(index).is_file():
             return None
         with safe_open(self._file(index), framework="pt") as file:
-            return [_result(file, entry, schemes[entry["name"]]) for entry in json.loads(file.metadata()["layers"])]
+            about = file.metadata()
+            entries = json.loads(about["layers"])
+            results = [_result(file, entry) for entry in entries]
+            layers = {result.name for result in results if result.codes is not None}
+            dense = {n: file.get_tensor(n) for n in file.keys() if _is_dense(n, layers)}  # noqa: SIM118 - not a dict
+            return StoredBlock(results, json.loads(about["notes"]), dense)
 
     def tensors(self, index: int) -> Iterator[tuple[str, Tensor]]:
         """All tensors of a block, as the checkpoint holds them."""
@@ -81,16 +108,39 @@ class WorkFolder:
         shutil.rmtree(self.path)
 
 
-def _result(file: Any, entry: dict[str, Any], scheme: WeightScheme) -> LayerResult:
-    name, columns = entry["name"], entry["shape"][1]
-    scale = file.get_tensor(f"{name}.weight_scale")
-    if scheme.activations is not None:
-        codes = file.get_tensor(f"{name}.weight")
-    else:
-        codes = unpack_codes(file.get_tensor(f"{name}.weight_packed"), scheme.num_bits, columns)
+def _is_dense(name: str, layers: set[str]) -> bool:
+    module, _, leaf = name.rpartition(".")
+    return module not in layers or leaf == "bias"
+
+
+def _entry(result: LayerResult) -> dict[str, Any]:
+    entry = {"name": result.name, "shape": list(result.shape), "error": result.error, "details": result.details}
+    scheme = None if result.codes is None or result.scheme is None else _scheme_fields(result.scheme)
+    return entry | {"notes": result.notes, "scheme": scheme, "dtype": str(result.scale_dtype).removeprefix("torch.")}
+
+
+def _scheme_fields(scheme: WeightScheme) -> dict[str, Any]:
+    activations = None if scheme.activations is None else vars(scheme.activations)
+    return vars(scheme) | {"activations": activations}
+
+
+def _result(file: Any, entry: dict[str, Any]) -> LayerResult:
+    rows, columns = entry["shape"]
+    dtype = getattr(torch, entry["dtype"])
+    scheme, codes, grid, input_scale = None, None, None, None
+    if entry["scheme"] is not None:
+        fields = dict(entry["scheme"])
+        activations, block = fields.pop("activations"), fields.pop("block_structure")
+        scheme = WeightScheme(
+            **fields,
+            activations=None if activations is None else ActivationScheme(**activations),
+            block_structure=None if block is None else tuple(block),
+        )
+        codes, grid, input_scale = read_layer(file, entry["name"], scheme, (rows, columns))
     return LayerResult(
-        name, scheme, codes, scale.float(), scale.dtype, entry["error"], entry["details"], entry["notes"]
-    )
+        entry["name"], (rows, columns), scheme, codes, grid, dtype, entry["error"], entry["details"], entry["notes"],
+        input_scale,
+    )  # fmt: skip
 
 
 def _check_same(found: dict[str, str], wanted: dict[str, str], output_dir: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from octavo.compress.gptq_solver import GPTQSettings, Solution, solve
 from octavo.compress.modifiers.base import LayerResult, LinearLayer
 from octavo.compress.modifiers.quantization import QuantizationModifier
@@ -42,42 +40,36 @@ class GPTQModifier(QuantizationModifier):
             raise UserError(f"actorder is {self.actorder!r}; it must be 'static', 'weight' or None")
 
     @property
-    def statistics(self) -> str:
-        return "hessian"
+    def statistics(self) -> frozenset[str]:
+        return super().statistics | {"hessian"}
 
     def quantize(self, layers: list[LinearLayer], inputs: InputStatistics | None) -> list[LayerResult]:
         if inputs is None or inputs.tokens == 0:
             why = "it saw no calibration token" if inputs is None else "no calibration token was finite"
-            return [self._only_rounded(layer, why) for layer in layers]
+            results = super().quantize(layers, None)
+            for result in results:
+                result.notes.append(f"{result.name}: only rounded, not GPTQ: {why}")
+                result.details["fallback"] = why
+            return results
         hessian = inputs.hessian()
-        results = []
+        solved: dict[str, LayerResult] = {}
         for batch in _solvable_together(layers):
-            observer = self._observer_name(batch[0].observer)
+            observer, scheme = self._observer_name(batch[0].observer), batch[0].scheme
+            assert scheme is not None
             settings = GPTQSettings(self.block_size, self.dampening_frac, _ACT_ORDERS[self.actorder], observer)
-            weight = torch.cat([layer.weight for layer in batch])
-            solution = solve(weight, hessian, batch[0].scheme, settings, batch[0].scale_dtype)
-            results += self._split(batch, solution, observer)
-        return results
+            masks = [layer.mask for layer in batch]
+            solutions = solve([layer.weight for layer in batch], hessian, scheme, settings, batch[0].scale_dtype, masks)
+            for layer, solution in zip(batch, solutions, strict=True):
+                solved[layer.name] = self._result(layer, solution, observer, inputs)
+        return [solved[layer.name] for layer in layers]
 
-    def _only_rounded(self, layer: LinearLayer, why: str) -> LayerResult:
-        result = self._round(layer, None)
-        result.notes.append(f"{layer.name}: only rounded, not GPTQ: {why}")
-        result.details["fallback"] = why
+    def _result(self, layer: LinearLayer, solution: Solution, observer: str, inputs: InputStatistics) -> LayerResult:
+        error = float(solution.error.sum() / solution.norm.sum().clamp_min(1e-30))
+        details: dict[str, Any] = {"algorithm": "gptq", "observer": observer, "damping": solution.damping}
+        details |= {"dead_inputs": solution.dead}
+        result = self._layer_result(layer, solution.codes, solution.grid, error, details, inputs)
+        result.notes += self._notes(layer.name, solution)
         return result
-
-    def _split(self, layers: list[LinearLayer], solution: Solution, observer: str) -> list[LayerResult]:
-        sizes = [len(layer.weight) for layer in layers]
-        tensors = (solution.codes, solution.scale, solution.error, solution.norm)
-        parts = zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
-        results = []
-        for layer, (codes, scale, error, norm) in zip(layers, parts, strict=True):
-            relative = float(error.sum() / norm.sum().clamp_min(1e-30))
-            details: dict[str, Any] = {"algorithm": "gptq", "observer": observer, "damping": solution.damping}
-            details |= {"dead_inputs": solution.dead}
-            result = LayerResult(layer.name, layer.scheme, codes, scale, layer.scale_dtype, relative, details)
-            result.notes += self._notes(layer.name, solution)
-            results.append(result)
-        return results
 
     def _notes(self, name: str, solution: Solution) -> list[str]:
         notes = []

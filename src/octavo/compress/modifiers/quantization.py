@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from octavo.checkpoint.scheme import WeightScheme
 from octavo.compress.matching import check_all_match, matches_any
-from octavo.compress.modifiers.base import LayerResult, LinearLayer, Modifier
-from octavo.compress.observers import USES_IMPORTANCE, choose_scales, observer
-from octavo.compress.rounding import dequantize, quantize
+from octavo.compress.modifiers.base import LayerResult, LinearLayer, Quantizer
+from octavo.compress.number_formats import FP8, integer
+from octavo.compress.observers import USES_IMPORTANCE, choose_grid, observer
+from octavo.compress.rounding import Grid, ScaleKind, dequantize, global_scale, quantize
 from octavo.compress.schemes import SchemeGroup, as_tuple, scheme_groups, with_group_size
 from octavo.compress.statistics import InputStatistics
 from octavo.errors import UserError
 
 
 @dataclass(kw_only=True)
-class QuantizationModifier(Modifier):
+class QuantizationModifier(Quantizer):
     """Quantize the linear layers that `targets` name and `ignore` does not, each weight to its nearest code.
 
-    `scheme` is a preset ("W4A16", "W8A16", "W8A8") or {preset: targets}; `config_groups` spells schemes out instead.
+    `scheme` is a preset ("W4A16", "FP8_DYNAMIC", ...) or {preset: targets}; `config_groups` spells schemes out instead.
     `group_size` replaces the preset's. `weight_observer` chooses the scales: minmax, mse, signed (the default), and
     imatrix_mse and imatrix_signed, which weigh errors by the inputs seen in calibration. The argument names are LLM
     Compressor's, except group_size.
@@ -58,9 +61,12 @@ class QuantizationModifier(Modifier):
         return given or of_group or self.default_observer
 
     @property
-    def statistics(self) -> str:
+    def statistics(self) -> frozenset[str]:
         used = [self._observer_name(group.observer) for group in self._groups]
-        return "diagonal" if any(name in USES_IMPORTANCE for name in used) else "none"
+        kinds = {"diagonal"} if any(name in USES_IMPORTANCE for name in used) else set()
+        if any(_is_static(group.scheme) for group in self._groups):
+            kinds.add("range")
+        return frozenset(kinds)
 
     def claim(self, name: str, module: nn.Module) -> SchemeGroup | None:
         """The first group whose targets name the module, unless it is ignored."""
@@ -76,20 +82,54 @@ class QuantizationModifier(Modifier):
         return check_all_match(targets, modules, "target") + check_all_match(self._ignore, modules, "ignore")
 
     def quantize(self, layers: list[LinearLayer], inputs: InputStatistics | None) -> list[LayerResult]:
-        return [self._round(layer, inputs) for layer in layers]
+        results = []
+        for layer in layers:
+            assert layer.scheme is not None
+            alike = [other.weight for other in layers if other.scheme == layer.scheme]
+            results.append(self._round(layer, inputs, global_scale(alike, layer.scheme)))
+        return results
 
-    def _round(self, layer: LinearLayer, inputs: InputStatistics | None) -> LayerResult:
-        importance = inputs.diagonal() if inputs is not None and self.statistics != "none" else None
+    def _round(self, layer: LinearLayer, inputs: InputStatistics | None, overall: float | None) -> LayerResult:
         name = self._observer_name(layer.observer)
-        scale = choose_scales(layer.weight, importance, layer.scheme, name, layer.scale_dtype)
-        codes = quantize(layer.weight, scale, layer.scheme.num_bits)
-        difference = dequantize(codes, scale).sub_(layer.weight).square_()
+        importance = inputs.diagonal() if inputs is not None and name in USES_IMPORTANCE else None
+        assert layer.scheme is not None
+        grid = choose_grid(layer.weight, importance, layer.scheme, name, layer.scale_dtype, overall)
+        codes = quantize(layer.weight, grid, layer.scheme)
+        difference = dequantize(codes, grid, layer.scheme).sub_(layer.weight).square_()
         energy = layer.weight.square()
         if importance is not None:
             difference, energy = difference * importance, energy * importance
         error = float(difference.sum() / energy.sum().clamp_min(1e-30))
-        details = {"algorithm": "rtn", "observer": name}
-        return LayerResult(layer.name, layer.scheme, codes, scale, layer.scale_dtype, error, details)
+        return self._layer_result(layer, codes, grid, error, {"algorithm": "rtn", "observer": name}, inputs)
 
-    def to_recipe(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+    def _layer_result(
+        self,
+        layer: LinearLayer,
+        codes: Tensor,
+        grid: Grid,
+        error: float,
+        details: dict[str, Any],
+        inputs: InputStatistics | None,
+    ) -> LayerResult:
+        assert layer.scheme is not None
+        rows, columns = layer.weight.shape
+        result = LayerResult(layer.name, (rows, columns), layer.scheme, codes, grid, layer.scale_dtype, error, details)
+        if _is_static(layer.scheme):
+            result.input_scale = _input_scale(result, inputs)
+        return result
+
+
+def _is_static(scheme: WeightScheme) -> bool:
+    return scheme.activations is not None and not scheme.activations.dynamic
+
+
+def _input_scale(result: LayerResult, inputs: InputStatistics | None) -> Tensor:
+    """[1]: what makes the largest input that was seen the largest level; 1, and a note, where none was seen."""
+    assert result.scheme is not None and result.scheme.activations is not None
+    if inputs is None or inputs.tokens == 0:
+        result.notes.append(f"{result.name}: it saw no calibration token, so the static scale of its input is 1")
+        return torch.ones(1)
+    peak = torch.maximum(-inputs.minimum().min(), inputs.maximum().max())
+    levels = FP8.high if result.scheme.activations.type == "float" else integer(8).high
+    scale = ScaleKind(result.scale_dtype).usable(peak.reshape(1) / levels)
+    return scale

@@ -1,0 +1,67 @@
+"""`octavo compress`: a compression as the settings describe it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from octavo.compress.algorithms import STEPS, algorithm_chain
+from octavo.compress.calibration import CalibrationSpec
+from octavo.compress.config import CompressConfig
+from octavo.compress.job import CompressionJob, CompressionResult, plan_of
+from octavo.compress.model_source import open_source
+from octavo.compress.modifiers.base import Modifier
+from octavo.compress.recipe import parse_recipe
+from octavo.compress.report import report_lines
+from octavo.errors import UserError
+
+_GPTQ_SETTINGS = ("dampening_frac", "block_size", "actorder")
+
+
+def run(config: CompressConfig, quiet: bool = False) -> CompressionResult:
+    """Compress as the settings say and print the report, unless `quiet`. UserError says what is wrong with them."""
+    spec, modifiers = spec_of(config), modifiers_of(config)
+    source = open_source(config.model, check=lambda empty: plan_of(empty, modifiers))
+    result = CompressionJob(source, modifiers, spec, None).run(Path(config.output_dir), config.resume)
+    if not quiet:
+        print("\n".join(report_lines(result.report)))
+        print(f"written to {config.output_dir}")
+    return result
+
+
+def spec_of(config: CompressConfig) -> CalibrationSpec:
+    """The calibration data that the settings mean."""
+    if config.dataset is not None and config.calibration_file is not None:
+        raise UserError("give --dataset or --calibration-file, not both", param="dataset")
+    dataset: Any = config.dataset if config.calibration_file is None else Path(config.calibration_file)
+    return CalibrationSpec(
+        dataset, config.dataset_config_name, config.splits, config.text_column, config.num_calibration_samples,
+        config.max_seq_length, config.shuffle_calibration_samples, seed=config.seed,
+    )  # fmt: skip
+
+
+def modifiers_of(config: CompressConfig) -> list[Modifier]:
+    """The recipe that the settings mean: the file's, or the chain that `algorithm` names, with `scheme`."""
+    if config.recipe is not None:
+        if config.scheme is not None or config.algorithm is not None:
+            raise UserError("give --recipe or --scheme and --algorithm, not both", param="recipe")
+        _refuse_changed(config, ("group_size", "observer", "ignore", *_GPTQ_SETTINGS), "a recipe, which says it itself")
+        return parse_recipe(Path(config.recipe))
+    names = algorithm_chain(config.algorithm or "gptq")
+    common: dict[str, Any] = {"scheme": config.scheme or "W4A16", "ignore": list(config.ignore)}
+    common |= {"group_size": config.group_size, "weight_observer": config.observer}
+    if "gptq" in names:
+        order = None if config.actorder == "none" else config.actorder
+        common |= {"block_size": config.block_size, "dampening_frac": config.dampening_frac, "actorder": order}
+    else:
+        _refuse_changed(config, _GPTQ_SETTINGS, f"algorithm {config.algorithm}, which has no such setting")
+    return [STEPS[name](common) for name in names]
+
+
+def _refuse_changed(config: CompressConfig, names: tuple[str, ...], beside: str) -> None:
+    """A setting that would have no effect is refused when it was given."""
+    for field in fields(config):
+        if field.name in names and getattr(config, field.name) != field.default:
+            flag = "--" + field.name.replace("_", "-")
+            raise UserError(f"{flag} does not go with {beside}; leave it out", param=field.name)

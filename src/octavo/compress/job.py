@@ -1,0 +1,200 @@
+"""One compression, from the parsed arguments to the checkpoint and its report."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.checkpoint.reader import open_checkpoint
+from octavo.checkpoint.writer import write_json
+from octavo.compress.assignment import Plan, make_plan
+from octavo.compress.blocks import Blocks, find_blocks
+from octavo.compress.calibration import CalibrationData, CalibrationSpec, load_calibration
+from octavo.compress.export import RECIPE, REPORT, attach_copy, attach_save, write_checkpoint
+from octavo.compress.memory import reused_buffers
+from octavo.compress.model_source import ModelSource
+from octavo.compress.modifiers.base import LayerResult, Modifier
+from octavo.compress.pipeline import BlockPipeline
+from octavo.compress.recipe import dump_recipe
+from octavo.compress.report import environment, layer_entry, size_report
+from octavo.compress.work_folder import WorkFolder
+from octavo.errors import UserError
+from octavo.folders import output_folder
+from octavo.progress import Progress
+
+_ONE_BATCH_BYTES = 3_000_000_000  # activations of the whole calibration set in one block that are still held at once
+
+
+@dataclass
+class CompressionResult:
+    """Where the checkpoint is (None: not written) and the content of compression_report.json."""
+
+    output_dir: Path | None
+    report: dict[str, Any]
+
+
+def plan_of(model: Any, modifiers: list[Modifier]) -> tuple[Blocks, Plan]:
+    """The blocks of a model, which may be empty, and what a recipe does to them. UserError when it cannot be done."""
+    blocks = find_blocks(model)
+    return blocks, make_plan(model, blocks, modifiers)
+
+
+class CompressionJob:
+    """One compression, from the parsed arguments to the report."""
+
+    def __init__(
+        self, source: ModelSource, modifiers: list[Modifier], spec: CalibrationSpec, batch_size: int | None
+    ) -> None:
+        if batch_size is not None and batch_size < 1:
+            raise UserError(f"batch_size is {batch_size}; it must be at least 1", param="batch_size")
+        self.source, self.modifiers, self.spec, self.batch_size = source, modifiers, spec, batch_size
+        self.blocks, self.plan = plan_of(source.model, modifiers)
+
+    def run(self, output_dir: Path | None, resume: bool) -> CompressionResult:
+        if resume and output_dir is None:
+            raise UserError("resume needs the output_dir of the interrupted run", param="resume")
+        started = time.perf_counter()
+        torch.manual_seed(self.spec.seed)
+        if output_dir is not None:
+            self._check_folder(output_dir)
+        data = self._calibration()
+        fingerprint = self._fingerprint(data)
+        recipe = dump_recipe(self.modifiers)
+        folder = None
+        if output_dir is not None:
+            if resume and (finished := _finished(output_dir, fingerprint)) is not None:
+                self._restore(output_dir)
+                return CompressionResult(output_dir, finished)
+            folder = WorkFolder(output_dir, fingerprint, resume)
+        pipeline = BlockPipeline(self.source, self.blocks, self.plan, self._batches(data))
+        with Progress(len(self.blocks.modules), "compressing", unit="blocks") as progress, reused_buffers():
+            results = pipeline.run(folder, lambda done: progress.advance(_errors(done)))
+        report = self._report(data, fingerprint, recipe, results, pipeline)
+        if output_dir is None or folder is None:
+            attach_save(self.source, self.plan, results, recipe)
+            return CompressionResult(None, report)
+        writing = time.perf_counter()
+        sizes = write_checkpoint(self.source, self.blocks, self.plan, folder, output_dir)
+        (output_dir / RECIPE).write_text(recipe, encoding="utf-8")
+        report["size"] = self._sizes(sizes, results)
+        seconds = report["seconds"]
+        seconds["write"] = seconds.get("write", 0.0) + time.perf_counter() - writing
+        seconds["total"] = time.perf_counter() - started
+        write_json(output_dir / REPORT, report)
+        folder.remove()
+        attach_copy(self.source, output_dir)
+        return CompressionResult(output_dir, report)
+
+    def _check_folder(self, output_dir: Path) -> None:
+        if self.source.path is not None and output_dir.resolve() == self.source.path.resolve():
+            raise UserError(f"output_dir {output_dir} is the model itself; name another folder", param="output_dir")
+        output_folder(output_dir)
+
+    @torch.no_grad()
+    def _restore(self, output_dir: Path) -> None:
+        """Give the model that stays in memory the weights of the finished checkpoint."""
+        if not self.source.keep:
+            return
+        self.source.fill(self.source.model, "")
+        checkpoint = open_checkpoint(output_dir)
+        modules = dict(self.source.model.named_modules())
+        for name, module in modules.items():
+            for leaf, value in module.named_parameters(recurse=False):
+                if (full := f"{name}.{leaf}") in checkpoint:
+                    value.copy_(checkpoint.tensor(full))
+        attach_copy(self.source, output_dir)
+
+    def _calibration(self) -> CalibrationData | None:
+        if not self.plan.needs_data():
+            return None
+        spec = self.spec.within(getattr(self.source.model.config.get_text_config(), "max_position_embeddings", None))
+        return load_calibration(spec, self.source.tokenizer)
+
+    def _batches(self, data: CalibrationData | None) -> list[Tensor]:
+        if data is None:
+            return []
+        samples = data.samples
+        alike = len({sample.shape[1] for sample in samples}) == 1
+        if not alike:
+            return samples
+        size = self.batch_size or (len(samples) if self._fits(data.tokens) else 1)
+        return [torch.cat(samples[start : start + size]) for start in range(0, len(samples), size)]
+
+    def _fits(self, tokens: int) -> bool:
+        config = self.source.model.config.get_text_config()
+        inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        return tokens * (6 * config.hidden_size + 4 * inner) * 4 <= _ONE_BATCH_BYTES
+
+    def _fingerprint(self, data: CalibrationData | None) -> dict[str, str]:
+        config = json.dumps(self.source.config_dict(), sort_keys=True, default=str)
+        dtype = next(self.source.model.parameters()).dtype
+        return {
+            "model": f"{self.source.name} {hashlib.sha256(config.encode()).hexdigest()[:16]}",
+            "recipe": dump_recipe(self.modifiers),
+            "calibration data": "none" if data is None else data.digest(),
+            "batch size": str(self.batch_size),
+            "seed": str(self.spec.seed),
+            "precision": str(dtype),
+        }
+
+    def _report(
+        self,
+        data: CalibrationData | None,
+        fingerprint: dict[str, str],
+        recipe: str,
+        results: list[LayerResult],
+        pipeline: BlockPipeline,
+    ) -> dict[str, Any]:
+        seconds = pipeline.phases.seconds
+        notes = self.plan.notes + ([] if data is None else data.notes) + pipeline.notes
+        calibration = None
+        if data is not None:
+            calibration = {"source": data.source, "sequences": len(data.samples), "tokens": data.tokens}
+        kinds = sorted({result.details["algorithm"] for result in results if "algorithm" in result.details})
+        return {
+            "model": self.source.name,
+            "algorithm": "+".join(kinds),
+            "recipe": recipe,
+            "calibration": calibration,
+            "layers": [layer_entry(result) for result in results],
+            "mean_error": sum(result.error for result in results) / max(len(results), 1),
+            "notes": notes + [note for result in results for note in result.notes],
+            "seconds": {"total": sum(seconds.values())} | seconds,
+            "peak_memory_bytes": peak_memory(),
+            "environment": environment(),
+            "fingerprint": fingerprint,
+        }
+
+    def _sizes(self, sizes: dict[str, tuple[int, int]], results: list[LayerResult]) -> dict[str, Any]:
+        names = {id(module): name for name, module in self.source.model.named_modules()}
+        embedding = names.get(id(self.source.model.get_input_embeddings()), "")
+        output = names.get(id(self.source.model.get_output_embeddings()), "")
+        return size_report(sizes, results, embedding, output, self.source.dtype.itemsize)
+
+
+def _errors(results: list[LayerResult]) -> str:
+    return " ".join(["error", *(f"{result.name.rpartition('.')[2]} {result.error:.4f}" for result in results)])
+
+
+def _finished(output_dir: Path, fingerprint: dict[str, str]) -> dict[str, Any] | None:
+    """The report of a run that was finished and is the same, else None."""
+    path = output_dir / REPORT
+    if not path.is_file():
+        return None
+    report = json.loads(path.read_text(encoding="utf-8"))
+    return report if report.get("fingerprint") == fingerprint else None
+
+
+def peak_memory() -> int:
+    """The most memory that this process has held, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
