@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny_models import tiny_model, token_samples
 from torch import nn
 
-from octavo.compress.blocks import Blocks
+from octavo.compress.blocks import Blocks, siblings
 from octavo.compress.modifiers.base import LinearLayer, Modifier, PrunedLayer, Pruner, Transform
 from octavo.compress.oneshot import oneshot
 from octavo.compress.statistics import InputStatistics
@@ -73,6 +73,11 @@ class EvenColumns(Pruner):
             mask[:, 1::2] = True
             results.append(PrunedLayer(layer.name, layer.weight.masked_fill(mask, 0.0), mask, 0.5))
         return results
+
+
+def test_names_tell_who_reads_the_same_input() -> None:
+    names = [f"m.0.self_attn.{n}_proj" for n in "qkvo"] + [f"m.0.mlp.{n}_proj" for n in ("gate", "up", "down")]
+    assert siblings([*names, "m.1.mlp.up_proj"]) == [names[:3], [names[3]], names[4:6], [names[6]], ["m.1.mlp.up_proj"]]
 
 
 def compress(recipe: list[Modifier], output_dir: Path, **arguments: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,20 @@ class Blocks:
         for relative, module in self.modules[index].named_modules():
             if isinstance(module, nn.Linear):
                 yield f"{self.name(index)}.{relative}", module
+
+
+# Layers that read the same input in every model that has them side by side.
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+
+
+def siblings(names: Iterable[str]) -> list[list[str]]:
+    """Layers, by full name, in groups that read the same input, as far as their names tell; the order is kept."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        kind = next((family[0] for family in _SIBLINGS if leaf in family), leaf)
+        groups.setdefault(f"{parent}.{kind}", []).append(name)
+    return list(groups.values())
 
 
 def find_blocks(model: Any) -> Blocks:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.compress.assignment import Plan
-from octavo.compress.blocks import Blocks
+from octavo.compress.blocks import Blocks, siblings
 from octavo.compress.layer_work import LayerWork
 from octavo.compress.model_source import ModelSource
 from octavo.compress.modifiers.base import LayerResult, Transform
@@ -152,11 +152,14 @@ class BlockPipeline:
                 self._walker.advance(index)
 
     def _groups(self, index: int, layers: Group) -> list[Group]:
-        """Layers that read the same input and have the same modifiers, in the order in which they run."""
+        """Layers that read the same input and have the same modifiers, in the order in which they run.
+
+        Names stand in for what the first block showed where there is no calibration data.
+        """
         prefix = self.blocks.name(index)
         shared = [[f"{prefix}.{name}" for name in group] for group in self._walker.groups]
         seen = {name for group in shared for name in group}
-        shared += [[name] for name in layers if name not in seen]
+        shared += siblings(name for name in layers if name not in seen)
         groups: list[Group] = []
         for candidates in shared:
             alike: dict[tuple[int, ...], Group] = {}
