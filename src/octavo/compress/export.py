@@ -50,13 +50,18 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
             )
             for (scheme, names), ends in zip(by_scheme.items(), endings, strict=True)
         ]
-    return compressed_tensors_config(groups, ignore=plan.dense)
+    config = compressed_tensors_config(groups, ignore=plan.dense)
+    online = {name: group for transform in plan.transforms for name, group in transform.online().items()}
+    if not groups:
+        config["format"] = "dense"
+    return config | {"transform_config": {"config_groups": online}} if online else config
 
 
 def config_of(source: ModelSource, plan: Plan) -> dict[str, Any]:
-    """config.json of the compressed checkpoint: that of a plain one where nothing was quantized."""
-    config = source.config_dict()
-    return config | {"quantization_config": quantization_config(plan)} if plan.schemes() else config
+    """config.json of the compressed checkpoint: that of a plain one where nothing was quantized or rotated online."""
+    config, quantization = source.config_dict(), quantization_config(plan)
+    needed = quantization["config_groups"] or quantization["transform_config"]
+    return config | {"quantization_config": quantization} if needed else config
 
 
 def _ending(name: str) -> str:

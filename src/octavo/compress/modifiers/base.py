@@ -111,6 +111,10 @@ class Transform(Modifier):
         """Change the weights of block `index` in place by what was seen; notes. Called where `watch` asks for any."""
         return []
 
+    def online(self) -> dict[str, Any]:
+        """What is left to do whenever the model runs: config_groups of compressed-tensors' transform_config."""
+        return {}
+
 
 class LayerModifier(Modifier):
     """Works on one linear layer at a time, or on some that read the same input."""
