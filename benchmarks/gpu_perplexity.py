@@ -44,6 +44,7 @@ def perplexity(args: argparse.Namespace, scheme: str, token_ids: list[int]) -> t
         quantization=None if scheme == "none" else scheme,
         max_model_len=args.window,
         enable_prefix_caching=False,
+        kv_cache_memory_bytes=1 << 30,  # so that a shared device serves
         skip_tokenizer_init=True,
     ) as llm:
         result = measure(llm, token_ids, window=args.window)

@@ -13,9 +13,9 @@ import torch
 def test_all_ways_are_run_and_compared(tiny_llama: Path) -> None:
     prompts = script.random_prompts(4, 20, 40, 259)
     plan = script.Plan(str(tiny_llama), prompts, 24, {"dtype": "float32", "device": "cpu"})
-    rows, _, seconds = script.examine(plan, chunk=16)
+    rows, _ = script.examine(plan, chunk=16)
     assert [row[0] for row in rows][:3] == ["in a batch", "prefix hit", "chunks of 16"]
-    assert rows[3][0].endswith("preemptions") and seconds > 0
+    assert rows[3][0].endswith("preemptions")
     assert all(float(row[-1]) < 1e-3 for row in rows)
 
 
@@ -27,7 +27,7 @@ def test_the_deterministic_mode_gives_the_same_bits_in_every_way(
 ) -> None:
     prompts = script.random_prompts(4, 20, 40, 259)
     kwargs = {"dtype": dtype, "quantization": quantization, "device": "cpu", "deterministic": True}
-    rows, agrees, _ = script.examine(script.Plan(str(tiny_llama), prompts, 24, kwargs), chunk=16)
+    rows, agrees = script.examine(script.Plan(str(tiny_llama), prompts, 24, kwargs), chunk=16)
     assert agrees, rows
 
 
@@ -52,7 +52,7 @@ def test_the_deterministic_mode_on_a_gpu(tmp_path: Path, quantization: str | Non
     kwargs = {
         "load_format": "dummy", "quantization": quantization, "deterministic": True, "kv_cache_memory_bytes": 1 << 28
     }  # fmt: skip
-    rows, agrees, _ = script.examine(script.Plan(str(tmp_path), prompts, 64, kwargs), chunk=48)
+    rows, agrees = script.examine(script.Plan(str(tmp_path), prompts, 64, kwargs), chunk=48)
     assert agrees, rows
 
 
