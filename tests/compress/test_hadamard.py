@@ -86,4 +86,5 @@ def test_weights_are_rotated_along_either_dimension() -> None:
     weight = torch.randn(3, 24, 24, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(rotated(weight, rotation), weight @ matrix)
     torch.testing.assert_close(rotated(weight, rotation, dim=1), matrix.t() @ weight)
-    torch.testing.assert_close(rotated(rotated(weight, rotation, 1), rotation, 1, inverse=True), weight)
+    scale = torch.rand(24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(rotated(weight, rotation, scale=scale), weight * scale.float() @ matrix)

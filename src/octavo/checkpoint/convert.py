@@ -10,6 +10,7 @@ import torch
 from octavo.checkpoint.base import Checkpoint
 from octavo.checkpoint.reader import open_checkpoint
 from octavo.checkpoint.shards import SHARD_BYTES, ShardWriter, write_json
+from octavo.checkpoint.transforms import refuse_online_transforms
 from octavo.errors import CheckpointError, UserError
 from octavo.folders import output_folder
 from octavo.progress import Progress
@@ -32,6 +33,7 @@ def convert(
     """
     name, torch_dtype = _dtype(dtype)
     checkpoint = open_checkpoint(model)
+    refuse_online_transforms(checkpoint.config, checkpoint.path, "a plain checkpoint")
     directory = Path(output_dir)
     if directory.resolve() == checkpoint.path.resolve():
         raise UserError(f"the output directory {directory} is the model itself; name another one", param="output_dir")

@@ -84,7 +84,7 @@ class QuantizationConfig:
 
     def is_ignored(self, module: str, module_class: str | None = None) -> bool:
         """Whether `ignore` names the module, by full name, "re:" pattern or class."""
-        return _best_match(self.ignore, module, module_class or class_of(module)) is not None
+        return best_match(self.ignore, module, module_class or class_of(module)) is not None
 
     def group_of(self, module: str, module_class: str | None = None) -> QuantizationGroup | None:
         """The group that a module belongs to: a full name goes before a pattern, a pattern before a class.
@@ -92,7 +92,7 @@ class QuantizationConfig:
         `ignore` is not consulted.
         """
         module_class = module_class or class_of(module)
-        found = [(_best_match(group.targets, module, module_class), group) for group in self.groups]
+        found = [(best_match(group.targets, module, module_class), group) for group in self.groups]
         ranked = sorted(((rank, place) for place, (rank, _) in enumerate(found) if rank is not None))
         return found[ranked[0][1]][1] if ranked else None
 
@@ -103,8 +103,8 @@ def class_of(module: str) -> str:
     return "Embedding" if "embed" in last or last == "wte" else "Linear"
 
 
-def _best_match(targets: tuple[str, ...], module: str, module_class: str) -> int | None:
-    """0 full name, 1 pattern, 2 class, None no match."""
+def best_match(targets: tuple[str, ...], module: str, module_class: str) -> int | None:
+    """How the best of some targets names a module: 0 by full name, 1 by pattern, 2 by class, None not at all."""
     if module in targets:
         return 0
     if any(t.startswith("re:") and re.match(t[3:], module) for t in targets):

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.checkpoint.quantized import QuantizedWeight
+from octavo.errors import UnsupportedModelError
 from octavo.layers.layer import Layer
+from octavo.layers.rotation import Rotation
 from octavo.layers.weights import Weight, WeightSource
 
 
@@ -23,6 +25,7 @@ class Linear(Layer):
         parts: weights [N_i, K], dense or quantized.
         bias: [sum N_i] or None.
         deterministic: a row's result does not depend on the others, bit by bit.
+        rotations: what the rows x are rotated by first, and the outputs of each part afterwards.
     """
 
     def __init__(
@@ -32,8 +35,10 @@ class Linear(Layer):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         deterministic: bool = False,
+        rotations: LinearRotations | None = None,
     ) -> None:
         super().__init__()
+        self.rotations = rotations
         self.out_features = sum(part.shape[0] for part in parts)
         self.in_features = parts[0].shape[1]
         self.packed = [ops.pack_weight(weight, dtype, device, deterministic) for weight in merge_parts(parts)]
@@ -46,19 +51,24 @@ class Linear(Layer):
     ) -> Linear:
         """Reads and merges the projections named `modules`, of `out_features` rows each."""
         sizes = list(zip(modules, out_features, strict=True))
-        parts = [source.weight(module, (rows, in_features)) for module, rows in sizes]
+        parts = [source.weight(module, (rows, in_features), rotates=True) for module, rows in sizes]
         joined = torch.cat([source.bias(module, rows) for module, rows in sizes]) if bias else None
-        return cls(parts, joined, source.dtype, source.device, source.deterministic)
+        rotations = LinearRotations.load(source, sizes, in_features)
+        return cls(parts, joined, source.dtype, source.device, source.deterministic, rotations)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` [..., K] -> [..., N], in x's dtype."""
         rows = x.reshape(-1, self.in_features) if x.dim() != 2 else x
+        if self.rotations is not None:
+            rows = self.rotations.before(rows)
         if len(self.packed) == 1:
             out = ops.linear(rows, self.packed[0], self.bias)
         else:
             out = torch.cat([ops.linear(rows, packed, None) for packed in self.packed], dim=1)
             if self.bias is not None:
                 out += self.bias
+        if self.rotations is not None:
+            out = self.rotations.after(out)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
 
     @property
@@ -75,6 +85,42 @@ class Linear(Layer):
     def extra_repr(self) -> str:
         kinds = " + ".join(packed.describe() for packed in self.packed)
         return f"in={self.in_features}, out={self.out_features}, bias={self.bias is not None}, {kinds}"
+
+
+class LinearRotations:
+    """Hadamard transforms that a checkpoint wants around a linear layer, computed in float32 with plain products."""
+
+    def __init__(self, inputs: Rotation | None, outputs: Sequence[Rotation | None], rows: Sequence[int]) -> None:
+        self.inputs, self.outputs, self.sizes = inputs, outputs, list(rows)
+
+    @classmethod
+    def load(cls, source: WeightSource, modules: Sequence[tuple[str, int]], in_features: int) -> LinearRotations | None:
+        """Those of modules (name, output rows) that share their input; None where there is none.
+
+        UnsupportedModelError where the modules, which are one product, differ in the rotation of their input.
+        """
+        inputs = [source.rotation(name, "input", in_features) for name, _ in modules]
+        outputs = [source.rotation(name, "output", rows) for name, rows in modules]
+        blocks = {None if rotation is None else rotation.block for rotation in inputs}
+        if len(blocks) > 1:
+            raise UnsupportedModelError(
+                f"{source.checkpoint.path}: {', '.join(name for name, _ in modules)} read the same input, which the "
+                "checkpoint rotates differently for them; such checkpoints are not served"
+            )
+        if inputs[0] is None and not any(outputs):
+            return None
+        return cls(inputs[0], outputs, [rows for _, rows in modules])
+
+    def before(self, rows: Tensor) -> Tensor:
+        """Inputs [T, K] as the stored weight wants them."""
+        return rows if self.inputs is None else self.inputs.apply(rows.float()).to(rows.dtype)
+
+    def after(self, rows: Tensor) -> Tensor:
+        """The outputs [T, N] of the stored weight as the model wants them."""
+        if not any(self.outputs):
+            return rows
+        parts = zip(rows.split(self.sizes, dim=1), self.outputs, strict=True)
+        return torch.cat([p if r is None else r.invert(p.float()).to(p.dtype) for p, r in parts], dim=1)
 
 
 def merge_parts(parts: Sequence[Weight]) -> list[Weight]:

@@ -77,14 +77,17 @@ def power_of_two_part(number: int) -> int:
     return number & -number
 
 
-def rotated(weight: Tensor, rotation: Rotation, dim: int = -1, inverse: bool = False) -> Tensor:
+def rotated(weight: Tensor, rotation: Rotation, dim: int = -1, scale: Tensor | None = None) -> Tensor:
     """A weight of at least one dimension whose slices along `dim` are rotated in float64, in its own dtype again.
 
-    Along the input dimension of a linear layer that is `W R`, along its output dimension `R' W`.
+    Along the input dimension of a linear layer that is `W R`, along its output dimension `R' W`. `scale` multiplies
+    the slices before: `W diag(scale) R`.
     """
     rows = weight.movedim(dim, -1)
     flat = rows.reshape(-1, rotation.size)
-    turn = rotation.invert if inverse else rotation.apply
     step = max(1, _CHUNK // rotation.size)
-    parts = [turn(part.to(torch.float64)).to(weight.dtype) for part in flat.split(step)]
+    parts = []
+    for part in flat.split(step):
+        wide = part.to(torch.float64)
+        parts.append(rotation.apply(wide if scale is None else wide * scale).to(weight.dtype))
     return torch.cat(parts).reshape(rows.shape).movedim(-1, dim).contiguous()

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.base import Checkpoint
+from octavo.checkpoint.quantization_config import class_of
 from octavo.checkpoint.quantized import QuantizedWeight
-from octavo.errors import UserError
+from octavo.checkpoint.transforms import OnlineTransform, online_transforms
+from octavo.errors import UnsupportedModelError, UserError
 from octavo.layers.quantize import quantize_weight
+from octavo.layers.rotation import Rotation, power_of_two_part, sylvester
 
 Weight = Tensor | QuantizedWeight
 
@@ -39,19 +42,25 @@ class WeightSource:
         self.device = torch.device(device)
         self.quantization = quantization
         self.deterministic = deterministic
+        self._transforms = online_transforms(checkpoint.config, checkpoint.path)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """A dense tensor in the model's dtype, or in `dtype`.
 
         `CheckpointError` names it when it is missing or has another shape.
         """
+        if len(shape) == 2:
+            self._refuse_rotated(name.removesuffix(".weight"))
         return self.checkpoint.tensor(name, shape).to(device=self.device, dtype=dtype or self.dtype)
 
-    def weight(self, module: str, shape: tuple[int, int]) -> Weight:
+    def weight(self, module: str, shape: tuple[int, int], rotates: bool = False) -> Weight:
         """The weight [out, in] of a linear module, quantized where the checkpoint (or `quantization`) has it so.
 
-        UserError where both would.
+        `rotates`: the reader sees to the module's `rotation`. UserError where both the checkpoint and `quantization`
+        would quantize.
         """
+        if not rotates:
+            self._refuse_rotated(module)
         value = self.checkpoint.weight(module, shape)
         if isinstance(value, QuantizedWeight):
             if self.quantization is not None:
@@ -71,10 +80,12 @@ class WeightSource:
 
     def weight_as_stored(self, module: str, shape: tuple[int, int]) -> Weight:
         """The weight [out, in] of a module, never quantized on load."""
+        self._refuse_rotated(module)
         return self._moved(self.checkpoint.weight(module, shape))
 
     def embedding(self, module: str, shape: tuple[int, int]) -> Weight:
         """The weight [vocabulary, hidden] of an embedding or output layer; never quantized on load."""
+        self._refuse_rotated(module)
         return self._moved(self.checkpoint.weight(module, shape))
 
     def _moved(self, value: Weight) -> Weight:
@@ -89,3 +100,36 @@ class WeightSource:
     def bias(self, module: str, size: int) -> Tensor:
         """The bias [size] of a linear module."""
         return self.tensor(f"{module}.bias", (size,))
+
+    def rotation(self, module: str, location: str, size: int) -> Rotation | None:
+        """What the checkpoint does to a linear module's "input" or "output" rows of `size` elements at run time."""
+        found = [transform for transform in self._of(module) if transform.location == location]
+        if not found:
+            return None
+        block = found[0].block or size
+        if len(found) > 1 or size % block or power_of_two_part(block) != block:
+            raise UnsupportedModelError(
+                f"{self.checkpoint.path}: {len(found)} rotations of the {location} of {module}, which has {size} "
+                f"elements, in blocks of {block}; one is done, in blocks of a power of two that divides the size"
+            )
+        if self.deterministic:
+            raise UserError(
+                f"deterministic is True, but the checkpoint rotates the {location} of {module} at run time, for which "
+                "there is no deterministic kernel; leave it out",
+                param="deterministic",
+            )
+        factors = tuple(factor.to(device=self.device, dtype=torch.float32) for factor in sylvester(block))
+        return Rotation(size, factors)
+
+    def _of(self, module: str) -> list[OnlineTransform]:
+        if not self._transforms or class_of(module) != "Linear":
+            return []
+        return [transform for transform in self._transforms if transform.concerns(module)]
+
+    def _refuse_rotated(self, module: str) -> None:
+        """Only `Linear` rotates rows; elsewhere a rotated weight would give wrong results."""
+        if self._of(module):
+            raise UnsupportedModelError(
+                f"{self.checkpoint.path} rotates the rows of {module} at run time (transform_config), which is done "
+                "for linear layers of attention and dense feed-forward only"
+            )

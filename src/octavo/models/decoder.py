@@ -49,11 +49,14 @@ class DecoderLayer(Block):
 
     @property
     def is_merged(self) -> bool:
-        """Whether it is dense and each product has one packed weight (projections in different formats stay apart)."""
+        """Whether it is dense and each product has one packed weight and nothing else.
+
+        Projections in different formats stay apart, and some checkpoints rotate the rows of a layer at run time.
+        """
         if not (isinstance(self.attention, SelfAttention) and isinstance(self.mlp, GatedMLP)):
             return False
         linears = (self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down)
-        return all(len(linear.packed) == 1 for linear in linears)
+        return all(len(linear.packed) == 1 and linear.rotations is None for linear in linears)
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.residual_multiplier == 1.0 else x * self.residual_multiplier

@@ -14,7 +14,7 @@ from octavo import ops
 from octavo.checkpoint.quantized import QuantizedWeight
 from octavo.errors import CheckpointError
 from octavo.layers.embedding import Embedding, OutputLayer
-from octavo.layers.linear import Linear
+from octavo.layers.linear import Linear, LinearRotations
 from octavo.layers.weights import WeightSource
 
 
@@ -142,14 +142,18 @@ def _tie_output(model: Any, plan: WeightPlan) -> tuple[nn.Module, ...]:
 def _load_linear(path: str, module: nn.Linear, plan: WeightPlan, is_output: bool) -> nn.Module:
     source, shape = plan.source, (module.out_features, module.in_features)
     key = plan.module_key(f"{path}.weight")
+    rotations = None
     if key is None:
         weight: Tensor | QuantizedWeight = plan.tensor(f"{path}.weight", shape)
+    elif is_output:
+        weight = source.embedding(key, shape)
     else:
-        weight = source.embedding(key, shape) if is_output else source.weight(key, shape)
+        weight = source.weight(key, shape, rotates=True)
+        rotations = LinearRotations.load(source, [(key, module.out_features)], module.in_features)
     bias = None if module.bias is None else plan.tensor(f"{path}.bias", (module.out_features,))
     if is_output:
         return OutputLayer(ops.pack_weight(weight, source.dtype, source.device), bias)
-    return Linear([weight], bias, source.dtype, source.device)
+    return Linear([weight], bias, source.dtype, source.device, rotations=rotations)
 
 
 def _load_buffers(path: str, module: nn.Module, plan: WeightPlan) -> None:
