@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 import octavo.modifiers
-from octavo.checkpoint.scheme import ActivationScheme, WeightScheme
 from octavo.compress.command import modifiers_of, run
 from octavo.compress.config import CompressConfig
 from octavo.compress.recipe import NOT_YET, dump_recipe, parse_recipe
-from octavo.compress.schemes import fit_group, preset, scheme_groups, with_group_size
 from octavo.errors import UserError
 from octavo.modifiers import GPTQModifier, QuantizationModifier
 
@@ -26,57 +24,6 @@ quant_stage:
       scheme: W4A16
       dampening_frac: 0.02
 """
-
-
-def test_presets() -> None:
-    assert preset("w4a16") == WeightScheme(4, strategy="group", group_size=128)
-    assert preset("W8A16") == WeightScheme(8, strategy="group", group_size=128)
-    assert preset("INT8") == preset("W8A8") == WeightScheme(8, strategy="channel", activations=ActivationScheme())
-    for name in ("FP8_DYNAMIC", "W4A16_ASYM", "NVFP4A16"):
-        with pytest.raises(UserError, match=f"{name}' is not there yet; the schemes that work are W4A16, W8A16, W8A8"):
-            preset(name)
-    with pytest.raises(UserError, match="unknown scheme 'W5'"):
-        preset("W5")
-
-
-def test_groups_that_fit() -> None:
-    scheme = preset("W4A16")
-    sizes = [(fit_group(scheme, columns) or scheme).group_size for columns in (1536, 576, 96)]
-    assert sizes == [128, 64, 32]
-    assert fit_group(scheme, 100) is None
-    assert fit_group(with_group_size(scheme, 32), 40) is None
-    assert with_group_size(scheme, -1) == WeightScheme(4, strategy="channel")
-    with pytest.raises(UserError, match="group size 0"):
-        with_group_size(scheme, 0)
-    with pytest.raises(UserError, match="one scale a row"):
-        with_group_size(preset("W8A8"), 64)
-
-
-def test_config_groups() -> None:
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
-    groups = scheme_groups(None, (), {"group_0": {"targets": ["Linear"], "weights": weights}})
-    assert groups[0].scheme == WeightScheme(4, group_size=64)
-    int8 = {"num_bits": 8, "strategy": "channel"}
-    token = {"num_bits": 8, "strategy": "token", "dynamic": True}
-    eight = scheme_groups(None, (), {"g": {"targets": "Linear", "weights": int8, "input_activations": token}})
-    assert eight[0].scheme == preset("W8A8")
-    assert scheme_groups({"W4A16": ["re:.*mlp"]}, (), None)[0].targets == ("re:.*mlp",)
-
-
-@pytest.mark.parametrize(
-    ("weights", "activations"),
-    [
-        ({"num_bits": 3, "group_size": 64}, None),
-        ({"num_bits": 4, "group_size": 64, "symmetric": False}, None),
-        ({"num_bits": 8, "type": "float", "strategy": "tensor"}, None),
-        ({"num_bits": 4, "group_size": 64}, {"num_bits": 8, "strategy": "token", "dynamic": True}),
-        ({"num_bits": 8, "strategy": "channel"}, {"num_bits": 8, "strategy": "tensor", "dynamic": False}),
-    ],
-)
-def test_config_groups_that_are_not_there_yet(weights: dict[str, Any], activations: dict[str, Any] | None) -> None:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
-    with pytest.raises(UserError, match="not there yet; what works"):
-        scheme_groups(None, (), {"group_0": group})
 
 
 def test_recipes_in_every_form(tmp_path: Path) -> None:

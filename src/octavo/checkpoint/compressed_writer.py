@@ -1,6 +1,7 @@
 """compressed-tensors, written: the tensors of a module and config.json's quantization_config.
 
-The rules are those of compressed-tensors 0.20 (pack-quantized, int-quantized); transformers and vLLM read the result.
+The rules are those of compressed-tensors 0.20 (pack-quantized, int-quantized, float-quantized, naive-quantized,
+nvfp4-pack-quantized, mxfp4-pack-quantized); transformers and vLLM read the result.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.packing import pack_codes
-from octavo.checkpoint.quantized import QuantizedWeight
+from octavo.checkpoint.quantized import QuantizedWeight, pack_nibbles
 from octavo.checkpoint.scheme import WeightScheme
 from octavo.errors import CheckpointError
 
 FORMAT_VERSION = "0.20.1"  # of compressed-tensors
+_SCALE_DTYPES = {"nvfp4-pack-quantized": torch.float8_e4m3fn, "mxfp4-pack-quantized": torch.uint8}
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,15 @@ class CompressedGroup:
 
 
 def storage_format(scheme: WeightScheme) -> str:
-    """The name of the format that stores a scheme: weights alone are packed, those with int8 activations are not."""
+    """The name of the format that stores a scheme.
+
+    Integers are packed, unless they fill their bytes beside int8 activations.
+    """
     if scheme.type == "float":
-        return "float-quantized"
-    return "pack-quantized" if scheme.activations is None else "int-quantized"
+        if scheme.num_bits == 4:
+            return "mxfp4-pack-quantized" if scheme.power_of_two else "nvfp4-pack-quantized"
+        return "float-quantized" if scheme.activations is not None else "naive-quantized"
+    return "int-quantized" if scheme.activations is not None and scheme.num_bits == 8 else "pack-quantized"
 
 
 def compressed_tensors_config(
@@ -72,12 +79,17 @@ def _group_config(group: CompressedGroup) -> dict[str, Any]:
         "symmetric": scheme.symmetric,
         "type": scheme.type,
     }
+    if scheme.block_structure is not None:
+        weights["block_structure"] = list(scheme.block_structure)
+    if storage_format(scheme) in _SCALE_DTYPES:
+        dtype = str(_SCALE_DTYPES[storage_format(scheme)])
+        weights |= {"scale_dtype": dtype, "zp_dtype": dtype}
     weights |= {key: value for key, value in (("actorder", group.actorder), ("observer", group.observer)) if value}
     inputs = None
     if activations is not None:
         inputs = {
             "dynamic": activations.dynamic,
-            "group_size": None,
+            "group_size": activations.group_size,
             "num_bits": activations.num_bits,
             "strategy": activations.strategy,
             "symmetric": activations.symmetric,
@@ -99,35 +111,58 @@ def compressed_parameters(
     scheme: WeightScheme,
     zero_point: Tensor | None = None,
     scale_dtype: torch.dtype = torch.bfloat16,
+    global_scale: float | None = None,
+    input_scale: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The stored tensors of one quantized linear layer.
+    """The stored tensors of one quantized linear layer: W = scale * (code - zero_point), / global_scale for NVFP4.
 
-    codes: signed int8 [N, K]; scale [N, G]; zero_point [N, G] in the codes' range for an asymmetric scheme, else None
-    (readers refuse one that is stored for a symmetric scheme). The weight is scale * (codes - zero_point).
+    codes [N, K]: signed int8, float8_e4m3fn, or E2M1 codes 0..15 one a byte. scale: [N, G]; [1, 1] for a tensor,
+    [ceil(N / rows), ceil(K / columns)] for blocks; powers of two for MXFP4. zero_point [N, G] in the codes' range for
+    an asymmetric scheme, else None (readers refuse one that is stored for a symmetric scheme). input_scale: one number,
+    of static activations.
     """
-    if scheme.type != "int":
-        raise CheckpointError(f"{module}: {scheme.num_bits}-bit {scheme.type} weights are not written; int is")
-    if (zero_point is None) != scheme.symmetric:
-        raise CheckpointError(f"{module}: a zero point belongs to an asymmetric scheme and to no other: {scheme}")
-    rows, columns = codes.shape
-    wanted = (rows, scheme.num_groups(columns))
-    for name, given in (("scale", scale), ("zero_point", zero_point)):
-        if given is not None and tuple(given.shape) != wanted:
-            raise CheckpointError(f"{module}: {name} has shape {list(given.shape)}; it must be {list(wanted)}")
-    stored_scale = scale.to(scale_dtype)
-    if storage_format(scheme) == "int-quantized":
-        if zero_point is not None:
-            raise CheckpointError(f"{module}: weights beside int8 activations must be symmetric")
-        return {f"{module}.weight": codes.to(torch.int8), f"{module}.weight_scale": stored_scale}
-    parameters = {
-        f"{module}.weight_packed": pack_codes(codes, scheme.num_bits),
-        f"{module}.weight_scale": stored_scale,
-        f"{module}.weight_shape": torch.tensor([rows, columns], dtype=torch.int64),
-    }
+    _check(module, codes, scale, zero_point, scheme)
+    parameters = _weight_parameters(module, codes, scheme)
+    if scheme.power_of_two:
+        parameters[f"{module}.weight_scale"] = (torch.log2(scale.float()).round() + 127).to(torch.uint8)
+    elif scheme.strategy == "tensor_group":
+        if global_scale is None:
+            raise CheckpointError(f"{module}: NVFP4 needs the global scale that its scales are shares of")
+        parameters[f"{module}.weight_scale"] = scale.to(torch.float8_e4m3fn)
+        parameters[f"{module}.weight_global_scale"] = torch.tensor([global_scale], dtype=torch.float32)
+    else:
+        stored = scale.reshape(1) if scheme.strategy == "tensor" else scale
+        parameters[f"{module}.weight_scale"] = stored.to(scale_dtype)
     if zero_point is not None:
         packed = pack_codes(zero_point.to(torch.int8).T.contiguous(), scheme.num_bits)
         parameters[f"{module}.weight_zero_point"] = packed.T.contiguous()
+    if input_scale is not None:
+        parameters[f"{module}.input_scale"] = input_scale.reshape(1).to(scale_dtype)
     return parameters
+
+
+def _weight_parameters(module: str, codes: Tensor, scheme: WeightScheme) -> dict[str, Tensor]:
+    form = storage_format(scheme)
+    if form == "pack-quantized":
+        shape = torch.tensor(codes.shape, dtype=torch.int64)
+        return {f"{module}.weight_packed": pack_codes(codes, scheme.num_bits), f"{module}.weight_shape": shape}
+    if scheme.type == "float" and scheme.num_bits == 4:
+        return {f"{module}.weight_packed": pack_nibbles(codes)}
+    return {f"{module}.weight": codes.to(torch.int8) if scheme.type == "int" else codes.to(torch.float8_e4m3fn)}
+
+
+def _check(module: str, codes: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: WeightScheme) -> None:
+    if (zero_point is None) != scheme.symmetric:
+        raise CheckpointError(f"{module}: a zero point belongs to an asymmetric scheme and to no other: {scheme}")
+    rows, columns = codes.shape
+    wanted = (1, 1) if scheme.strategy == "tensor" else (rows, scheme.num_groups(columns))
+    if scheme.block_structure is not None:
+        wanted = (-(-rows // scheme.block_structure[0]), -(-columns // scheme.block_structure[1]))
+    for name, given in (("scale", scale), ("zero_point", zero_point)):
+        if given is not None and tuple(given.shape) != wanted:
+            raise CheckpointError(f"{module}: {name} has shape {list(given.shape)}; it must be {list(wanted)}")
+    if zero_point is not None and storage_format(scheme) == "int-quantized":
+        raise CheckpointError(f"{module}: weights beside int8 activations must be symmetric")
 
 
 def signed_codes(weight: QuantizedWeight) -> Tensor:

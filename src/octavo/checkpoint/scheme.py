@@ -43,7 +43,7 @@ class WeightScheme:
     """How a weight [N, K] is quantized; `group_size` counts input elements and is set for groups alone.
 
     The strategy "tensor_group" (NVFP4) has a scale a group and one over all of them; "block" has one for each
-    `block_structure` of rows and columns. `power_of_two` scales (MXFP4) are stored as their exponents.
+    `block_structure` of rows and columns.
     """
 
     num_bits: int
@@ -53,7 +53,6 @@ class WeightScheme:
     group_size: int | None = None
     activations: ActivationScheme | None = None
     block_structure: tuple[int, int] | None = None
-    power_of_two: bool = False
 
     def __post_init__(self) -> None:
         _require(1 <= self.num_bits <= 8, "num_bits", self.num_bits, "within 1..8")
@@ -68,6 +67,11 @@ class WeightScheme:
             )
         else:
             _require(self.group_size is None, "group_size", self.group_size, f"None for the strategy {self.strategy!r}")
+
+    @property
+    def power_of_two(self) -> bool:
+        """Whether scales are powers of two, stored as their exponents (MXFP4)."""
+        return self.type == "float" and self.num_bits == 4 and self.strategy == "group"
 
     def num_groups(self, in_features: int) -> int:
         """Scales a row of `in_features` elements has. A size that the group does not divide is an error."""

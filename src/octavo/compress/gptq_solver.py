@@ -6,21 +6,23 @@ Transformers" (2022). Rows are independent, so several layers that read the same
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from octavo.checkpoint.scheme import WeightScheme
-from octavo.compress.observers import choose_scales
-from octavo.compress.rounding import code_range, dequantize, quantize
+from octavo.compress.number_formats import NumberFormat, format_of
+from octavo.compress.observers import choose_grid
+from octavo.compress.rounding import Grid, dequantize, global_scale, group_width, quantize
 from octavo.compress.threads import one_thread_an_operation
+from octavo.ops.gptq_columns import Columns, round_columns
 
 _DAMPING_STEPS = (1.0, 10.0, 100.0)
 _TRIANGLE = 192  # size of a triangular matrix that is inverted at once
 _SMALL = 1024  # size up to which a Hessian is factored by one thread, in less time than a team needs to meet
-_LEAF = 16  # columns whose updates are made at once, one by one; larger spans go through matrix products
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class GPTQSettings:
 
 @dataclass
 class Solution:
-    """`codes` int8 [N, K], `scale` float32 [N, G] (exactly representable in the scale's dtype).
+    """`codes` [N, K] and their `grid`.
 
     `error` and `norm` are per row: (W - W') H (W - W')' and W H W', so their quotient is the relative squared error of
     the layer's output. `damping` is the fraction that made the Hessian positive definite, None when none did and the
@@ -44,7 +46,7 @@ class Solution:
     """
 
     codes: Tensor
-    scale: Tensor
+    grid: Grid
     error: Tensor
     norm: Tensor
     damping: float | None
@@ -52,32 +54,60 @@ class Solution:
 
 
 def solve(
-    weight: Tensor, hessian: Tensor, scheme: WeightScheme, settings: GPTQSettings, scale_dtype: torch.dtype
-) -> Solution:
-    """Quantize float32 weight [N, K] for inputs with the float32 Hessian X'X [K, K] (any positive factor).
+    weights: Sequence[Tensor],
+    hessian: Tensor,
+    scheme: WeightScheme,
+    settings: GPTQSettings,
+    scale_dtype: torch.dtype,
+    masks: Sequence[Tensor | None] | None = None,
+) -> list[Solution]:
+    """Quantize float32 weights [N, K] of layers that read the same inputs, whose X'X is the float32 Hessian [K, K] (any
+    positive factor).
 
-    The scales are chosen on the weight as it comes, each input weighed by the Hessian's diagonal, so groups are of
+    The scales are chosen on the weights as they come, each input weighed by the Hessian's diagonal, so groups are of
     neighbouring columns in whatever order the columns are taken and nothing about the order needs to be stored.
-    Inputs that were zero in every token are dead: their weights become zero.
+    Inputs that were zero in every token are dead: their weights become zero, as those do where `masks` (bool [N, K])
+    are true.
     """
     diagonal = hessian.diagonal()
     dead = diagonal == 0
-    target = weight.masked_fill(dead, 0.0)
-    order = torch.argsort(diagonal, descending=True) if settings.act_order else torch.arange(len(diagonal))
-    with one_thread_an_operation() if len(order) <= _SMALL else nullcontext():
+    masks = masks or [None] * len(weights)
+    targets = [w.masked_fill(dead if m is None else m | dead, 0.0) for w, m in zip(weights, masks, strict=True)]
+    order = _order(diagonal, settings.act_order)
+    with _threads_for(hessian):
         factor, damping = inverse_factor(hessian[order][:, order], settings.dampening_frac)
-    scale = choose_scales(target, diagonal, scheme, settings.observer, scale_dtype)
-    norm = _quadratic(target, hessian)
+    overall = global_scale(targets, scheme)
+    grids = [choose_grid(target, diagonal, scheme, settings.observer, scale_dtype, overall) for target in targets]
     if factor is None or damping is None:
-        codes = quantize(target, scale, scheme.num_bits)
-        error = _quadratic(dequantize(codes, scale).sub_(target), hessian)
+        codes = [quantize(target, grid, scheme) for target, grid in zip(targets, grids, strict=True)]
+        left = None
     else:
-        columns = _Columns(target, scale, order, factor, scheme.num_bits)
-        codes = columns.round_all(settings.block_size)
-        # The column errors squared sum up to the quadratic form of the damped Hessian; the damping's part is taken off.
-        difference = dequantize(codes, scale).sub_(target).square_().sum(dim=1)
-        error = columns.errors.square_().sum(dim=0).sub_(difference * (damping * diagonal.mean())).clamp_min_(0)
-    return Solution(codes, scale, error, norm, damping, int(dead.sum()))
+        sizes = [len(target) for target in targets]
+        columns = _columns(targets, grids, scheme, order, factor, masks)
+        codes = _round_all(columns, format_of(scheme), settings.block_size, order, sizes)
+        left = columns.errors.square_().sum(dim=0).split(sizes)
+    solutions = []
+    for index, (target, grid, code) in enumerate(zip(targets, grids, codes, strict=True)):
+        difference = dequantize(code, grid, scheme).sub_(target)
+        if left is None or damping is None:
+            error = _quadratic(difference, hessian)
+        else:
+            # The column errors squared sum up to the quadratic form of the damped Hessian; its damping is taken off.
+            error = left[index] - difference.square_().sum(dim=1) * (damping * diagonal.mean())
+        norm = _quadratic(target, hessian)
+        solutions.append(Solution(code, grid, error.clamp_min(0), norm, damping, int(dead.sum())))
+    return solutions
+
+
+def _threads_for(hessian: Tensor) -> AbstractContextManager[object]:
+    """A small matrix on the CPU is factored by one thread."""
+    return one_thread_an_operation() if len(hessian) <= _SMALL and not hessian.is_cuda else nullcontext()
+
+
+def _order(diagonal: Tensor, by_importance: bool) -> Tensor:
+    if by_importance:
+        return torch.argsort(diagonal, descending=True)
+    return torch.arange(len(diagonal), device=diagonal.device)
 
 
 def _quadratic(rows: Tensor, hessian: Tensor) -> Tensor:
@@ -108,7 +138,9 @@ def _lower_inverse(lower: Tensor) -> Tensor:
     """Inverse of a lower triangular matrix by halves, so that most of it is matrix products."""
     size = len(lower)
     if size <= _TRIANGLE:
-        return torch.linalg.solve_triangular(lower, torch.eye(size, dtype=lower.dtype), upper=False)
+        return torch.linalg.solve_triangular(
+            lower, torch.eye(size, dtype=lower.dtype, device=lower.device), upper=False
+        )
     half = size // 2
     first, last = _lower_inverse(lower[:half, :half]), _lower_inverse(lower[half:, half:])
     inverse = torch.zeros_like(lower)
@@ -117,48 +149,45 @@ def _lower_inverse(lower: Tensor) -> Tensor:
     return inverse
 
 
-class _Columns:
-    """A weight on its side: rows of `work` [K, N] are its columns in the order in which they are taken."""
+def _columns(
+    weights: Sequence[Tensor],
+    grids: Sequence[Grid],
+    scheme: WeightScheme,
+    order: Tensor,
+    factor: Tensor,
+    masks: Sequence[Tensor | None],
+) -> Columns:
+    """Weights on their sides and next to each other, their columns in `order`."""
+    work = torch.cat([weight.t()[order] for weight in weights], dim=1)
+    steps = torch.cat([grid.steps(scheme, len(w)).t() for w, grid in zip(weights, grids, strict=True)], dim=1)
+    points = [grid.zero_point.t().float() for grid in grids if grid.zero_point is not None]
+    zeros = torch.cat(points, dim=1) if points else None
+    groups = (order // group_width(scheme, len(order))).to(torch.int32)
+    keep = None
+    if any(mask is not None for mask in masks):
+        pruned = [
+            torch.zeros_like(w, dtype=torch.bool) if m is None else m for w, m in zip(weights, masks, strict=True)
+        ]
+        keep = torch.cat([~mask.t()[order] for mask in pruned], dim=1)
+    return Columns(work, torch.empty_like(work), torch.empty_like(work), factor, groups, steps, zeros, keep)
 
-    def __init__(self, weight: Tensor, scale: Tensor, order: Tensor, factor: Tensor, num_bits: int) -> None:
-        self.order, self.factor = order, factor
-        self.low, self.high = code_range(num_bits)
-        self.work = weight.t()[order].contiguous()
-        self.steps = scale.t()[order // (weight.shape[1] // scale.shape[1])].contiguous()
-        self.codes = torch.empty_like(self.work)
-        self.errors = torch.empty_like(self.work)
-        self.diagonal = factor.diagonal().tolist()
 
-    def round_all(self, block_size: int) -> Tensor:
-        """int8 codes [N, K] in the weight's own order."""
-        columns, rows = self.work.shape
-        for start in range(0, columns, block_size):
-            stop = min(start + block_size, columns)
-            with one_thread_an_operation():
-                self._round_span(start, stop)
-            if stop < columns:
-                self.work[stop:].addmm_(self.factor[start:stop, stop:].t(), self.errors[start:stop], alpha=-1)
-        codes = torch.empty(columns, rows, dtype=torch.int8)
-        codes[self.order] = self.codes.to(torch.int8)
-        return codes.t().contiguous()
-
-    def _round_span(self, start: int, stop: int) -> None:
-        """Columns start..stop, which are up to date when this begins; leaves their codes and errors.
-
-        Halves until few columns are left: the second half is brought up to date by one matrix product.
-        """
-        if stop - start > _LEAF:
-            middle = start + (stop - start + 1) // 2
-            self._round_span(start, middle)
-            update = self.factor[start:middle, middle:stop].t()
-            self.work[middle:stop].addmm_(update, self.errors[start:middle], alpha=-1)
-            self._round_span(middle, stop)
-            return
-        for column in range(start, stop):
-            value, code, error, step = self.work[column], self.codes[column], self.errors[column], self.steps[column]
-            torch.div(value, step, out=code)
-            code.round_().clamp_(self.low, self.high)
-            torch.addcmul(value, code, step, value=-1, out=error)
-            error.div_(self.diagonal[column])
-            if column + 1 < stop:
-                self.work[column + 1 : stop].addr_(self.factor[column, column + 1 : stop], error, alpha=-1)
+def _round_all(
+    columns: Columns, number: NumberFormat, block_size: int, order: Tensor, sizes: list[int]
+) -> list[Tensor]:
+    """Codes [N, K] of each weight, in the weights' own order of columns."""
+    count = len(columns.work)
+    for start in range(0, count, block_size):
+        stop = min(start + block_size, count)
+        with nullcontext() if columns.work.is_cuda else one_thread_an_operation():
+            round_columns(columns, start, stop, number)
+        if stop < count:
+            update = columns.factor[start:stop, stop:].t()
+            columns.work[stop:].addmm_(update, columns.errors[start:stop], alpha=-1)
+    levels = columns.levels
+    if columns.zeros is not None:
+        levels += columns.zeros[columns.groups]
+    codes = number.encode(levels)
+    restored = torch.empty_like(codes)
+    restored[order] = codes
+    return [part.t().contiguous() for part in restored.split(sizes, dim=1)]

@@ -7,30 +7,17 @@ what is stored needs codes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from octavo.checkpoint.scheme import WeightScheme
 from octavo.checkpoint.small_floats import E2M1
 from octavo.errors import UserError
+from octavo.ops.gptq_columns import Levels, round_to_levels
 
-_EXPONENT_FIELD = 0x7F800000  # of a float32
 
-
-@dataclass(frozen=True)
-class NumberFormat:
-    """Levels from `low` to `high`: integers, or floats of `mantissa_bits` down to the exponent `least_exponent`.
-
-    Levels have even spacing 1 as integers. As floats the spacing is 2 ** (exponent - mantissa_bits), where the
-    exponent is the level's own but never below `least_exponent` (subnormals).
-    """
-
-    low: float
-    high: float
-    mantissa_bits: int | None = None
-    least_exponent: int = 0
+class NumberFormat(Levels):
+    """Levels from `low` to `high`: integers, or floats of `mantissa_bits` down to the exponent `least_exponent`."""
 
     @property
     def is_integer(self) -> bool:
@@ -39,12 +26,7 @@ class NumberFormat:
 
     def round_(self, values: Tensor) -> Tensor:
         """float32 `values` become the nearest levels, in place: half goes to even, beyond the range is cut."""
-        values.clamp_(self.low, self.high)
-        if self.mantissa_bits is None:
-            return values.round_()
-        power = (values.view(torch.int32) & _EXPONENT_FIELD).view(torch.float32)
-        spacing = power.clamp_min_(2.0**self.least_exponent).mul_(2.0**-self.mantissa_bits)
-        return values.div_(spacing).round_().mul_(spacing)
+        return round_to_levels(values, self)
 
     def encode(self, levels: Tensor) -> Tensor:
         """Levels in float32 -> codes: int8; float8_e4m3fn; E2M1 as uint8 0..15, one a byte."""
@@ -53,7 +35,7 @@ class NumberFormat:
         if self == FP8:
             return levels.to(torch.float8_e4m3fn)
         magnitude = torch.bucketize(levels.abs(), E2M1[:8].to(levels.device)).to(torch.uint8)
-        return magnitude | (torch.signbit(levels).to(torch.uint8) << 3)
+        return magnitude | ((levels < 0).to(torch.uint8) << 3)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Codes -> levels in float32."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from octavo.checkpoint.scheme import WeightScheme
-from octavo.compress.number_formats import format_of, integer
+from octavo.compress.number_formats import FP4, FP8, format_of
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,6 @@ class Grid:
             return scale.repeat_interleave(scheme.block_structure[0], 0)[:rows]
         return scale.expand(rows, scale.shape[1])
 
-    def rows(self, start: int, stop: int) -> Grid:
-        """The grid of some rows of a weight with scales by group or channel."""
-        zero = None if self.zero_point is None else self.zero_point[start:stop]
-        return replace(self, scale=self.scale[start:stop], zero_point=zero)
-
 
 def group_width(scheme: WeightScheme, columns: int) -> int:
     """Neighbouring columns that share a scale."""
@@ -44,28 +41,62 @@ def group_width(scheme: WeightScheme, columns: int) -> int:
     return scheme.group_size or columns
 
 
-def code_range(num_bits: int) -> tuple[int, int]:
-    """Smallest and largest signed code, -8 and 7 for 4 bits."""
-    return -(1 << (num_bits - 1)), (1 << (num_bits - 1)) - 1
+@dataclass(frozen=True)
+class ScaleKind:
+    """What a scale can be: a float of `dtype`; or a power of two; or an E4M3 float over one scale of the tensor."""
+
+    dtype: torch.dtype
+    peak: float = 1.0
+    power_of_two: bool = False
+    global_scale: float | None = None
+
+    def usable(self, scale: Tensor) -> Tensor:
+        """The usable scales next to `scale`, float32; zeros become the dtype's epsilon.
+
+        A power of two is taken for what `scale` makes of the format's `peak`: exponents go up from 1.75, as in
+        compressed-tensors, for E2M1 has a mantissa of one bit.
+        """
+        if self.power_of_two:
+            peaks = (scale.abs() * self.peak).clamp_min(2.0**-120)
+            return ((peaks.view(torch.int32) + (1 << 21)) & 0x7F800000).view(torch.float32) / 4
+        factor = 1.0 if self.global_scale is None else self.global_scale
+        stored = (scale * factor).to(self.dtype).float()
+        least = 0.125 if self.dtype == torch.float8_e4m3fn else torch.finfo(self.dtype).eps
+        return torch.where(stored == 0, torch.full_like(stored, least), stored) / factor
+
+    def stored(self, usable: Tensor) -> Tensor:
+        """What is stored for usable scales: the same, but for the scale of the tensor."""
+        if self.global_scale is None:
+            return usable
+        return (usable * self.global_scale).to(self.dtype).float()
 
 
-def usable_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`scale` rounded to the dtype that it is stored in, as float32; zeros become the dtype's epsilon."""
-    stored = scale.to(dtype)
-    stored = torch.where(stored == 0, torch.full_like(stored, torch.finfo(dtype).eps), stored)
-    return stored.float()
+def scale_kind(scheme: WeightScheme, dtype: torch.dtype, global_scale: float | None = None) -> ScaleKind:
+    """How the scales of a scheme are stored in a model whose scales otherwise are of `dtype`."""
+    if scheme.power_of_two:
+        return ScaleKind(torch.uint8, format_of(scheme).high, power_of_two=True)
+    if scheme.strategy == "tensor_group":
+        return ScaleKind(torch.float8_e4m3fn, global_scale=global_scale)
+    return ScaleKind(dtype)
 
 
-def quantize(weight: Tensor, grid: Grid | Tensor, scheme: WeightScheme | int) -> Tensor:
+def global_scale(weights: Sequence[Tensor], scheme: WeightScheme) -> float | None:
+    """NVFP4's one scale for all of some weights, that makes the largest group's scale E4M3's largest; None otherwise.
+
+    Layers that a server fuses (q, k, v; gate, up) must have the same.
+    """
+    if scheme.strategy != "tensor_group":
+        return None
+    peak = max(float(weight.abs().max()) for weight in weights)
+    scale = FP8.high * FP4.high / max(peak, torch.finfo(torch.float32).tiny)
+    return float(torch.tensor(scale, dtype=torch.float32)) if math.isfinite(scale) else 1.0
+
+
+def quantize(weight: Tensor, grid: Grid, scheme: WeightScheme) -> Tensor:
     """float32 [N, K] -> the codes of the nearest levels, [N, K]: int8, float8_e4m3fn, or E2M1 one a byte in uint8.
 
     Half goes to even, values beyond the range are cut.
     """
-    if isinstance(grid, Tensor):
-        grid = Grid(grid)
-    if isinstance(scheme, int):
-        width = weight.shape[1] // grid.scale.shape[1]
-        scheme = WeightScheme(scheme, group_size=width)
     number = format_of(scheme)
     levels = _grouped(weight, scheme) / grid.steps(scheme, len(weight)).unsqueeze(-1)
     if grid.zero_point is not None:
@@ -73,14 +104,9 @@ def quantize(weight: Tensor, grid: Grid | Tensor, scheme: WeightScheme | int) ->
     return number.encode(number.round_(levels).flatten(1)[:, : weight.shape[1]])
 
 
-def dequantize(codes: Tensor, grid: Grid | Tensor, scheme: WeightScheme | None = None) -> Tensor:
+def dequantize(codes: Tensor, grid: Grid, scheme: WeightScheme) -> Tensor:
     """Codes [N, K] as `quantize` gives them -> float32 [N, K]."""
-    if isinstance(grid, Tensor):
-        grid = Grid(grid)
-    if scheme is None:
-        scheme = WeightScheme(8, group_size=codes.shape[1] // grid.scale.shape[1])
-    number = integer(8) if scheme.type == "int" else format_of(scheme)
-    levels = _grouped(number.decode(codes), scheme)
+    levels = _grouped(format_of(scheme).decode(codes), scheme)
     if grid.zero_point is not None:
         levels = levels - grid.zero_point.unsqueeze(-1)
     weight = levels * grid.steps(scheme, len(codes)).unsqueeze(-1)

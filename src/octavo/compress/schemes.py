@@ -9,17 +9,41 @@ from typing import Any
 from octavo.checkpoint.scheme import ActivationScheme, WeightScheme
 from octavo.errors import UserError
 
-PRESETS: dict[str, WeightScheme] = {
-    "W4A16": WeightScheme(num_bits=4, strategy="group", group_size=128),
-    "W8A16": WeightScheme(num_bits=8, strategy="group", group_size=128),
-    "W8A8": WeightScheme(num_bits=8, strategy="channel", activations=ActivationScheme()),
-}
+_INT8_TOKENS = ActivationScheme()
+_FP8_TOKENS = ActivationScheme(type="float")
+_FP8_TENSOR = ActivationScheme(type="float", strategy="tensor", dynamic=False)
+_FP8_GROUPS = ActivationScheme(type="float", strategy="group", group_size=128)
+
+
+def _presets() -> dict[str, WeightScheme]:
+    """compressed-tensors' presets, as far as there are readers for what they write."""
+    presets = {
+        "W4A16": WeightScheme(4, group_size=128),
+        "W4A16_ASYM": WeightScheme(4, group_size=128, symmetric=False),
+        "W3A16": WeightScheme(3, group_size=128),
+        "W8A16": WeightScheme(8, group_size=128),
+        "W8A8": WeightScheme(8, strategy="channel", activations=_INT8_TOKENS),
+        "W4A8": WeightScheme(4, group_size=128, activations=_INT8_TOKENS),
+        "FP8": WeightScheme(8, "float", strategy="tensor", activations=_FP8_TENSOR),
+        "FP8_DYNAMIC": WeightScheme(8, "float", strategy="channel", activations=_FP8_TOKENS),
+        "FP8_BLOCK": WeightScheme(8, "float", strategy="block", block_structure=(128, 128), activations=_FP8_GROUPS),
+        "NVFP4A16": WeightScheme(4, "float", strategy="tensor_group", group_size=16),
+        "MXFP4A16": WeightScheme(4, "float", group_size=32),
+    }
+    for bits in (2, 5, 6, 7):
+        presets[f"W{bits}A16"] = WeightScheme(bits, group_size=128)
+    for bits in (2, 3, 5, 6, 7):
+        presets[f"W{bits}A8"] = WeightScheme(bits, group_size=128, activations=_INT8_TOKENS)
+    return presets
+
+
+PRESETS = _presets()
 ALIASES = {"INT8": "W8A8"}
-NOT_YET = ("W4A16_ASYM", "W3A16", "W4A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "MXFP4A16")
 GROUP_FALLBACKS = (128, 64, 32)
 
-_ARGS = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic")
-_ONLY_EMPTY = ("block_structure", "actorder", "scale_dtype", "zp_dtype", "observer_kwargs")
+_ARGS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic")
+_ONLY_EMPTY = ("actorder", "observer_kwargs")
+_DERIVED = ("scale_dtype", "zp_dtype")  # follow from the rest
 
 
 @dataclass(frozen=True)
@@ -37,8 +61,6 @@ def preset(name: str) -> WeightScheme:
     if key in PRESETS:
         return PRESETS[key]
     works = ", ".join(PRESETS)
-    if key in NOT_YET:
-        raise UserError(f"scheme {name!r} is not there yet; the schemes that work are {works}", param="scheme")
     raise UserError(f"unknown scheme {name!r}; the schemes that work are {works}", param="scheme")
 
 
@@ -80,35 +102,64 @@ def _group(name: str, value: Any) -> SchemeGroup:
 
 def _weights(group: str, args: Mapping[str, Any], activations: ActivationScheme | None) -> WeightScheme:
     _check_keys(group, "weights", args)
-    bits, kind = args.get("num_bits", 8), args.get("type", "int")
-    size = args.get("group_size")
+    size, block = args.get("group_size"), args.get("block_structure")
     strategy = args.get("strategy") or ("channel" if size in (None, -1) else "group")
-    works = "4 or 8 bits, type int, symmetric, strategy group or channel (8 bits with activations: channel)"
-    ok = bits in (4, 8) and kind == "int" and args.get("symmetric", True) and not args.get("dynamic", False)
-    ok = ok and strategy in ("group", "channel") and (activations is None or (bits == 8 and strategy == "channel"))
-    if not ok:
-        raise UserError(f"config group {group!r}: weights {dict(args)} are not there yet; what works: {works}")
-    return WeightScheme(bits, strategy=strategy, group_size=size if strategy == "group" else None,
-                        activations=activations)  # fmt: skip
+    if strategy == "group" and size == -1:
+        strategy = "channel"
+    scheme = WeightScheme(
+        args.get("num_bits", 8), args.get("type", "int"), args.get("symmetric", True), strategy,
+        size if strategy in ("group", "tensor_group") else None, activations, None if block is None else tuple(block),
+    )  # fmt: skip
+    if args.get("dynamic", False) or not _is_written(scheme):
+        raise UserError(f"config group {group!r}: weights {dict(args)} are not written; {_WRITTEN}")
+    return scheme
+
+
+_WRITTEN = (
+    "what is: int of 2 to 8 bits by group or channel, symmetric or not (beside activations: symmetric); float of 8 "
+    "bits by tensor, channel or block; float of 4 bits by tensor_group of 16 (NVFP4) or group of 32 (MXFP4)"
+)
+
+
+def _is_written(scheme: WeightScheme) -> bool:
+    activations = scheme.activations
+    if scheme.type == "int":
+        whole = scheme.num_bits >= 2 and scheme.strategy in ("group", "channel")
+        return whole and (activations is None or (scheme.symmetric and activations.type == "int"))
+    if not scheme.symmetric or (activations is not None and activations.type != "float"):
+        return False
+    if scheme.num_bits == 8:
+        return scheme.strategy in ("tensor", "channel", "block")
+    small = (scheme.strategy, scheme.group_size)
+    return scheme.num_bits == 4 and activations is None and small in (("tensor_group", 16), ("group", 32))
 
 
 def _activations(group: str, args: Mapping[str, Any] | None) -> ActivationScheme | None:
     if not args:
         return None
     _check_keys(group, "input_activations", args)
-    dynamic_token = args.get("strategy", "token") == "token" and args.get("dynamic", False) is True
-    if args.get("num_bits", 8) != 8 or args.get("type", "int") != "int" or not dynamic_token:
+    dynamic = args.get("dynamic", False)
+    strategy = args.get("strategy") or ("tensor" if args.get("group_size") is None else "group")
+    scheme = ActivationScheme(
+        args.get("num_bits", 8), args.get("type", "int"), args.get("symmetric", True), strategy, bool(dynamic),
+        args.get("group_size"),
+    )  # fmt: skip
+    shapes = [("token", True), ("tensor", False), ("tensor", True)]
+    if scheme.type == "float":
+        shapes.append(("group", True))
+    known = scheme.num_bits == 8 and dynamic in (True, False) and (strategy, dynamic) in shapes
+    # A zero point of the input is only known at run time where the scale is.
+    if not known or not (scheme.symmetric or (scheme.type == "int" and scheme.dynamic)):
         raise UserError(
-            f"config group {group!r}: input_activations {dict(args)} are not there yet; "
-            "what works: 8 bits, type int, strategy token, dynamic true, symmetric"
+            f"config group {group!r}: input_activations {dict(args)} are not written; what is: 8 bits of int or float "
+            "by token (dynamic) or tensor (dynamic or not), of float also by group (dynamic); symmetric, or int and "
+            "dynamic"
         )
-    if not args.get("symmetric", True):
-        raise UserError(f"config group {group!r}: asymmetric input_activations are not there yet; use symmetric")
-    return ActivationScheme()
+    return scheme
 
 
 def _check_keys(group: str, what: str, args: Mapping[str, Any]) -> None:
-    unknown = [key for key in args if key not in (*_ARGS, *_ONLY_EMPTY, "observer")]
+    unknown = [key for key in args if key not in (*_ARGS, *_ONLY_EMPTY, *_DERIVED, "observer")]
     if unknown:
         raise UserError(f"config group {group!r}: unknown {what} keys {unknown}; known are {', '.join(_ARGS)}")
     extra = {key: args[key] for key in _ONLY_EMPTY if args.get(key)}
@@ -118,8 +169,11 @@ def _check_keys(group: str, what: str, args: Mapping[str, Any]) -> None:
 
 def with_group_size(scheme: WeightScheme, group_size: int) -> WeightScheme:
     """`scheme` with another group size; -1 makes it one group a channel."""
-    if scheme.activations is not None:
-        raise UserError("--group-size does not go with activation quantization: int8 activations need one scale a row")
+    if scheme.type == "float" or (scheme.num_bits == 8 and scheme.activations is not None):
+        raise UserError(
+            f"--group-size does not go with {scheme.num_bits}-bit {scheme.type} weights"
+            f"{'' if scheme.activations is None else ' beside quantized activations'}: their format fixes it"
+        )
     if group_size == -1:
         return replace(scheme, strategy="channel", group_size=None)
     if group_size < 2:
@@ -127,10 +181,20 @@ def with_group_size(scheme: WeightScheme, group_size: int) -> WeightScheme:
     return replace(scheme, strategy="group", group_size=group_size)
 
 
-def fit_group(scheme: WeightScheme, in_features: int) -> WeightScheme | None:
-    """`scheme` with the largest group of 128, 64, 32 below its own that divides `in_features`; None if none does."""
+def fit_group(scheme: WeightScheme, in_features: int, out_features: int | None = None) -> WeightScheme | None:
+    """`scheme` with the largest group of 128, 64, 32 below its own that divides `in_features`; None if none does.
+
+    Blocks that do not divide a layer give way to one scale a row and a token: servers refuse them.
+    """
+    if scheme.block_structure is not None:
+        rows, columns = scheme.block_structure
+        if in_features % columns == 0 and (out_features or rows) % rows == 0:
+            return scheme
+        return replace(PRESETS["FP8_DYNAMIC"], activations=scheme.activations and _FP8_TOKENS)
     if scheme.group_size is None or in_features % scheme.group_size == 0:
         return scheme
+    if scheme.type == "float":
+        return None
     for size in GROUP_FALLBACKS:
         if size < scheme.group_size and in_features % size == 0:
             return replace(scheme, group_size=size)
