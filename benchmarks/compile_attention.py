@@ -26,6 +26,7 @@ from octavo.ops.triton import (
     attention_fused,
     attention_prefill,
     attention_shared,
+    latent,
     rotary,
 )
 
@@ -61,7 +62,7 @@ def signature(names: list[str], constants: dict[str, Any], pointers: set[str], q
             types[name] = "*i32"
         elif name in ("positions", "slots"):
             types[name] = "*i64"
-        elif name in ("k_cache", "v_cache"):
+        elif name in ("k_cache", "v_cache", "pages", "cache"):
             types[name] = cache
         else:
             types[name] = q if name in pointers else "i32"
@@ -76,6 +77,7 @@ def build(
     q, cache = (TYPES[dtype] for dtype in (dtypes or (torch.bfloat16, torch.bfloat16)))
     names = kernel.arg_names
     pointers = {"q", "k", "v", "qkv", "q_norm", "k_norm", "q_out", "k_out", "v_out", "sinks", "out", "past", "chunk"}
+    pointers |= {"latent", "norm"}
     types = signature(names, constants, pointers, q, cache)
     aligned = {
         (i,): [["tt.divisibility", 16]]
@@ -162,6 +164,22 @@ def build_prefill(group: int, head_dim: int, block_size: int, cache: torch.dtype
     return spilled
 
 
+def build_latent(heads: int, rank: int, turned: int, cache: torch.dtype) -> int:
+    """Latent attention of a model with so many heads, whole and cut into parts, and what stores its rows."""
+    block_h, block_n, warps = latent.tile_for(heads, torch.bfloat16, cache)
+    sizes = {"H": heads, "RANK": rank, "BLOCK_R": triton.next_power_of_2(rank), "BLOCK_SIZE": 16}
+    attend = {**sizes, "TURNED": turned, "BLOCK_P": triton.next_power_of_2(turned), "BLOCK_H": block_h}
+    attend |= {"BLOCK_N": block_n, "PRECISION": "tf32"}
+    label, types = f"heads {heads} rank {rank} {str(cache)[6:]}", (torch.bfloat16, cache)
+    spilled = 0
+    for splits in (1, 8):
+        constants = {**attend, "SPLITS": splits}
+        spilled += build(f"latent {label} splits {splits}", latent.attend_kernel, constants, warps, 2, *types)
+    store = {**sizes, "HALF": turned // 2, "PAIRS": turned // 2, "HEADS": 8, "INTERLEAVED": True}
+    store["LIMIT"] = rotary.FLOAT8_MAX if cache.itemsize == 1 else 0.0
+    return spilled + build(f"latent store {label}", latent.store_kernel, store, 4, 3, *types)
+
+
 def build_rest() -> int:
     size = {"BLOCK_SIZE": 16, "D": 128, "BLOCK_D": 128}
     store = {**size, "HEADS": 8, "HKV": 8, "LIMIT": 0.0, "PDL": True}
@@ -190,6 +208,7 @@ def main() -> None:
     for make in (build_decode, build_prefill):
         spilled += sum(make(group, head_dim, 16, bf16) for group, head_dim in shapes)
         spilled += make(4, 128, 64, bf16) + make(4, 128, 16, fp8) + make(4, 128, 16, bf16, extras=True)
+    spilled += sum(build_latent(heads, 512, 64, cache) for heads in (128, 16) for cache in (bf16, fp8))
     if spilled:
         raise SystemExit(f"{spilled} bytes of registers spill")
 

@@ -7,12 +7,15 @@ that of one KV head of size R + P whose values are its first R columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from octavo.ops import reference
 from octavo.ops.dispatch import Candidate, Operation
 from octavo.ops.kv_cache import AttentionMetadata, KVCache
+from octavo.ops.triton import runtime
 
 
 def latent_rotary_and_store(
@@ -63,6 +66,16 @@ def _attend(q: Tensor, cache: KVCache, meta: AttentionMetadata, scale: float, ra
     return attended.unflatten(1, q.shape[1:])[:, :, :rank]
 
 
-_STORE = Operation("latent_rotary_and_store", Candidate("torch", _store, note="the reference"))
-_ATTEND = Operation("latent_attention", Candidate("torch", _attend, note="the reference"))
+def _operation(name: str, function: Callable[..., Tensor]) -> Operation:
+    gpu, types = runtime.lazy("latent", name), (torch.bfloat16, torch.float16, torch.float32)
+    note = "caches of rows that stand for keys and values, float8 included; any number of heads"
+    return Operation(
+        name,
+        Candidate("triton", gpu, ("cuda",), types, runtime.unavailable(), note),
+        Candidate("torch", function, note="the reference"),
+    )
+
+
+_STORE = _operation("latent_rotary_and_store", _store)
+_ATTEND = _operation("latent_attention", _attend)
 LATENT_OPERATIONS = (_STORE, _ATTEND)
