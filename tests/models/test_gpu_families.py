@@ -43,7 +43,7 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 32,
     "v_head_dim": 40,
 }
-GROUPS = {"n_group": 4, "topk_group": 2}
+GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
 GEMMA: dict[str, Any] = {**SMALL, "head_dim": 64, "sliding_window": 40, "query_pre_attn_scalar": 32}
 CASES: dict[str, Any] = {
     "mixtral": MixtralConfig(**SMALL, num_local_experts=5),
