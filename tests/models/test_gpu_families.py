@@ -48,7 +48,7 @@ GEMMA: dict[str, Any] = {**SMALL, "head_dim": 64, "sliding_window": 40, "query_p
 CASES: dict[str, Any] = {
     "mixtral": MixtralConfig(**SMALL, num_local_experts=5),
     "qwen3-moe": Qwen3MoeConfig(
-        **SMALL, head_dim=64, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=96, norm_topk_prob=True
+        **{**SMALL, "head_dim": 64}, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=96, norm_topk_prob=True
     ),
     "deepseek-v2": DeepseekV2Config(**{**LATENT, "q_lora_rank": None}, n_shared_experts=2),
     "deepseek-v3": DeepseekV3Config(**LATENT, **GROUPS),
