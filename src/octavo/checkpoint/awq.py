@@ -42,6 +42,9 @@ class AWQReader(ModuleReader):
         module = module_of(name)
         return bool(module) and self._source.has_stored(f"{module}.qweight")
 
+    def stored_bits(self, name: str) -> int:
+        return 4
+
     def read(self, name: str) -> QuantizedWeight | Tensor:
         module = module_of(name)
         codes = self._signed(f"{module}.qweight")

@@ -44,6 +44,10 @@ class Checkpoint:
         """The weight of a module such as "model.layers.0.self_attn.q_proj", kept quantized where its format is."""
         raise NotImplementedError
 
+    def stored_bits(self, module: str) -> int | None:
+        """Bits of a code of the weight of a module where it is stored quantized; None for a plain one."""
+        raise NotImplementedError
+
     def load_tokenizer(self) -> Any:
         """A transformers fast tokenizer, with the chat template; CheckpointError when there is none."""
         raise NotImplementedError

@@ -50,6 +50,10 @@ class CompressedReader(ModuleReader):
             self._source.has_stored(f"{module}.{part}") for part in ("weight_packed", "weight_scale")
         )
 
+    def stored_bits(self, name: str) -> int | None:
+        group = self.config.group_of(module_of(name))
+        return None if group is None else group.scheme.num_bits
+
     def read(self, name: str) -> QuantizedWeight | Tensor:
         """Integers by group, channel or tensor, and E4M3 by channel or tensor, stay quantized; the rest comes dense.
 

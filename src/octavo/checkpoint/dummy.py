@@ -70,6 +70,10 @@ class DummyCheckpoint(Checkpoint):
             return self.tensor(name, shape)
         return self._quantized(name, scheme, (shape[0], shape[1]))
 
+    def stored_bits(self, module: str) -> int | None:
+        scheme = self._stored_scheme(module)
+        return None if scheme is None else scheme.num_bits
+
     def load_tokenizer(self) -> Any:
         if self.path.is_file():
             from octavo.checkpoint.gguf_checkpoint import GGUFCheckpoint
@@ -108,11 +112,15 @@ class DummyCheckpoint(Checkpoint):
 
     def _scheme(self, module: str) -> WeightScheme | None:
         """The scheme of a module that stays quantized in memory; None for a dense one."""
+        stored = self._stored_scheme(module)
+        return None if stored is None else memory_scheme(stored)
+
+    def _stored_scheme(self, module: str) -> WeightScheme | None:
         quantization = self._quantization
         if quantization is None or quantization.is_ignored(module):
             return None
         group = quantization.group_of(module, class_of(module))
-        return None if group is None else memory_scheme(group.scheme)
+        return None if group is None else group.scheme
 
     def _quantized(self, name: str, scheme: WeightScheme, shape: tuple[int, int]) -> QuantizedWeight:
         rows, columns = shape

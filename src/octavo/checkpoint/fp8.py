@@ -39,6 +39,9 @@ class FP8Reader(ModuleReader):
     def holds(self, name: str) -> bool:
         return self._source.has_stored(name) and any(self._source.has_stored(f"{name}{suffix}") for suffix in SCALES)
 
+    def stored_bits(self, name: str) -> int:
+        return 8
+
     def read(self, name: str) -> QuantizedWeight | Tensor:
         weight = self._source.stored(name)
         scale_name = next(f"{name}{suffix}" for suffix in SCALES if self._source.has_stored(f"{name}{suffix}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,12 @@ QUANTIZED_TYPES = (*SYMMETRIC, "Q4_1", "Q5_1", "Q4_K", "Q5_K")
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 Bytes = npt.NDArray[np.uint8]
 Parts = tuple[npt.NDArray[Any], Tensor, Tensor | None]  # codes, scale, offset
+
+
+def code_bits(type_name: str) -> int | None:
+    """Bits of a code, which the type is named by (Q6_K, IQ4_XS, MXFP4); None for a plain type."""
+    named = re.match(r"(?:[IT]?Q|MXFP|NVFP)(\d)", type_name)
+    return None if named is None else int(named[1])
 
 
 def scheme_of(type_name: str) -> WeightScheme:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.base import Checkpoint
-from octavo.checkpoint.gguf_blocks import PLAIN_TYPES, QUANTIZED_TYPES, dequantize_any, repack
+from octavo.checkpoint.gguf_blocks import PLAIN_TYPES, QUANTIZED_TYPES, code_bits, dequantize_any, repack
 from octavo.checkpoint.gguf_config import architecture_of, huggingface_config, token_ids
 from octavo.checkpoint.gguf_file import GGUFFile, GGUFTensor
 from octavo.checkpoint.gguf_tokenizer import build_tokenizer
@@ -49,6 +49,10 @@ class GGUFCheckpoint(Checkpoint):
 
     def weight(self, module: str, shape: tuple[int, ...] | None = None) -> Tensor | QuantizedWeight:
         return self._read(f"{module}.weight", shape)
+
+    def stored_bits(self, module: str) -> int | None:
+        entry = self._tensors.get(f"{module}.weight")
+        return None if entry is None else code_bits(entry.type_name)
 
     def load_tokenizer(self) -> Any:
         return build_tokenizer(self.path, self._file.metadata)

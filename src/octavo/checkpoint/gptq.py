@@ -83,6 +83,9 @@ class GPTQReader(ModuleReader):
         module = module_of(name)
         return bool(module) and self._source.has_stored(f"{module}.qweight")
 
+    def stored_bits(self, name: str) -> int:
+        return self.config.of(module_of(name)).num_bits
+
     def read(self, name: str) -> QuantizedWeight | Tensor:
         module = module_of(name)
         given, packed = self.config.of(module), self._source.stored(f"{module}.qweight")

@@ -37,6 +37,10 @@ class ModuleReader(ABC):
         """Whether the dense tensor `name` is stored quantized."""
 
     @abstractmethod
+    def stored_bits(self, name: str) -> int | None:
+        """Bits of a code of the tensor `name`, which is held; None where its values are stored plain."""
+
+    @abstractmethod
     def read(self, name: str) -> QuantizedWeight | Tensor:
         """The tensor `name`: quantized in memory where the layout has a place for it, else dense, in float32."""
 

@@ -30,6 +30,9 @@ class MXFP4Reader(ModuleReader):
     def holds(self, name: str) -> bool:
         return self._source.has_stored(f"{name}{BLOCKS}")
 
+    def stored_bits(self, name: str) -> int:
+        return 4
+
     def read(self, name: str) -> Tensor:
         blocks, scale = self._source.stored(f"{name}{BLOCKS}"), self._source.stored(f"{name}{SCALES}")
         fits = blocks.dim() == 4 and blocks.shape[:3] == scale.shape and blocks.dtype == scale.dtype == torch.uint8

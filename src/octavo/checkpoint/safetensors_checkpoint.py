@@ -60,6 +60,10 @@ class SafetensorsCheckpoint(Checkpoint):
     def weight(self, module: str, shape: tuple[int, ...] | None = None) -> Tensor | QuantizedWeight:
         return self._read(f"{module}.weight", shape)
 
+    def stored_bits(self, module: str) -> int | None:
+        name = f"{module}.weight"
+        return self._reader.stored_bits(name) if self._reader is not None and self._reader.holds(name) else None
+
     def _read(self, name: str, shape: tuple[int, ...] | None) -> Tensor | QuantizedWeight:
         if self._reader is None or not self._reader.holds(name):
             return self.stored(name, shape)

@@ -45,6 +45,9 @@ class SparseReader(ModuleReader):
     def holds(self, name: str) -> bool:
         return self._inner.holds(name) or self._source.has_stored(f"{module_of(name)}.compressed")
 
+    def stored_bits(self, name: str) -> int | None:
+        return self._inner.stored_bits(name) if self._inner.holds(name) else None
+
     def read(self, name: str) -> QuantizedWeight | Tensor:
         return self._inner.read(name) if self._inner.holds(name) else self.stored(name)
 

@@ -32,6 +32,12 @@ class EngineConfig:
     quantization: str | None = setting(
         None, "quantize a plain checkpoint while loading, by rounding to nearest", choices=("int8", "fp8", "w4a16")
     )
+    requantize: str | None = setting(
+        None,
+        "round weights that a checkpoint stores in a type without a kernel (GGUF's Q6_K, FP8 by block) to 4 bits while "
+        "loading; they are dequantized otherwise",
+        choices=("W4A16",),
+    )
     dense_copies: bool | None = setting(
         None,
         "keep a bf16 copy of 4- and 8-bit weights on a GPU, with which large steps are faster (default: if all copies "

@@ -65,6 +65,7 @@ def load(config: EngineConfig) -> LoadedModel:
         device=device,
         model_impl=config.model_impl,
         quantization=config.quantization,
+        requantize=config.requantize,
         max_model_len=length,
         deterministic=config.deterministic,
     )

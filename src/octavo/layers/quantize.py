@@ -10,7 +10,7 @@ from octavo.checkpoint.scheme import ActivationScheme, WeightScheme
 from octavo.errors import UserError
 
 ON_LOAD = ("int8", "fp8", "w4a16")
-_GROUP_SIZES = (128, 64, 32)
+GROUP_SIZES = (128, 64, 32)
 
 
 def check_quantization(name: str | None) -> None:
@@ -33,7 +33,7 @@ def quantize_weight(weight: Tensor, quantization: str) -> Tensor | QuantizedWeig
         return _float8(weight)
     if quantization == "int8":
         return _symmetric(weight, WeightScheme(num_bits=8, strategy="channel"), weight.shape[1])
-    group = next((size for size in _GROUP_SIZES if weight.shape[1] % size == 0), None)
+    group = next((size for size in GROUP_SIZES if weight.shape[1] % size == 0), None)
     if group is None:
         return weight
     return _symmetric(weight, WeightScheme(num_bits=4, strategy="group", group_size=group), group)

@@ -67,6 +67,9 @@ class _BodyCheckpoint(Checkpoint):
     def weight(self, module: str, shape: tuple[int, ...] | None = None) -> Tensor | QuantizedWeight:
         return self._inner.weight(self._inner_name(module), shape)
 
+    def stored_bits(self, module: str) -> int | None:
+        return self._inner.stored_bits(self._inner_name(module))
+
     def load_tokenizer(self) -> Any:
         return self._inner.load_tokenizer()
 

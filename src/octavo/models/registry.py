@@ -12,6 +12,7 @@ import torch
 from octavo.checkpoint.base import Checkpoint
 from octavo.errors import UnsupportedModelError, UserError
 from octavo.layers.quantize import check_quantization
+from octavo.layers.requantize import RequantizingSource, check_requantize
 from octavo.layers.weights import WeightSource
 from octavo.models.base import CausalLM
 from octavo.models.decoder import DecoderLM
@@ -57,6 +58,7 @@ def load_model(
     device: torch.device | str = "cpu",
     model_impl: str = "auto",
     quantization: str | None = None,
+    requantize: str | None = None,
     max_model_len: int | None = None,
     deterministic: bool = False,
 ) -> CausalLM:
@@ -68,6 +70,8 @@ def load_model(
         device: where it runs.
         model_impl: "native" and "transformers" force one implementation, "auto" prefers the native one.
         quantization: quantize plain linear weights on load: "int8", "fp8" or "w4a16".
+        requantize: "W4A16" rounds linear weights that no kernel reads as they are stored to 4 bits, which are
+            dequantized otherwise.
         max_model_len: longest sequence that will be served; shortens position tables, and chooses between frequencies
             that a model has for short and for long contexts.
         deterministic: a token's hidden state and logits have the same bits whatever else is in its step.
@@ -78,8 +82,10 @@ def load_model(
         CheckpointError: a tensor is missing or has another shape than the configuration implies.
     """
     _check_arguments(dtype, device, model_impl, quantization)
+    check_requantize(requantize, quantization, checkpoint)
     with _loading_threads(checkpoint.config):
-        source = WeightSource(checkpoint, dtype, device, quantization, deterministic)
+        read = WeightSource if requantize is None else RequantizingSource
+        source = read(checkpoint, dtype, device, quantization, deterministic)
         return _load(checkpoint, source, model_impl, max_model_len)
 
 
