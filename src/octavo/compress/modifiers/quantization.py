@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.checkpoint.scheme import WeightScheme
+from octavo.compress.kv_scales import check_kv_cache_scheme
 from octavo.compress.matching import check_all_match, matches_any
 from octavo.compress.modifiers.base import LayerResult, LinearLayer, Quantizer
 from octavo.compress.number_formats import FP8, integer
@@ -26,7 +27,8 @@ class QuantizationModifier(Quantizer):
 
     `scheme` is a preset ("W4A16", "FP8_DYNAMIC", ...) or {preset: targets}; `config_groups` spells schemes out instead.
     `group_size` replaces the preset's. `weight_observer` chooses the scales: minmax, mse, signed (the default), and
-    imatrix_mse and imatrix_signed, which weigh errors by the inputs seen in calibration. The argument names are LLM
+    imatrix_mse and imatrix_signed, which weigh errors by the inputs seen in calibration. `kv_cache_scheme` stores
+    scales for an FP8 KV cache as well, of the keys and values seen in calibration. The argument names are LLM
     Compressor's, except group_size.
     """
 
@@ -37,6 +39,7 @@ class QuantizationModifier(Quantizer):
     group_size: int | None = None
     weight_observer: str | None = None
     observer: str | Mapping[str, str] | None = None
+    kv_cache_scheme: Mapping[str, Any] | None = None
 
     default_observer = "signed"
 
@@ -47,6 +50,8 @@ class QuantizationModifier(Quantizer):
         if self.group_size is not None:
             groups = [SchemeGroup(g.targets, with_group_size(g.scheme, self.group_size), g.observer) for g in groups]
         self._groups = groups
+        if self.kv_cache_scheme is not None:
+            check_kv_cache_scheme(self.kv_cache_scheme)
         self._ignore = as_tuple(self.ignore)  # type: ignore[arg-type]
         for name in [self._observer_name(group.observer) for group in groups]:
             observer(name)
