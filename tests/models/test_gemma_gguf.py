@@ -20,10 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from octavo import LLM
 from octavo.checkpoint.base import Checkpoint
-from octavo.checkpoint.demo import cache_dir
 from octavo.checkpoint.quantized import QuantizedWeight
 from octavo.checkpoint.reader import open_checkpoint
 from octavo.evaluate.perplexity import cut, measure
+from octavo.folders import cache_folder
 from octavo.models import load_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -71,7 +71,7 @@ def download(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    cached = cache_dir() / "tests" / FILE_NAME
+    cached = cache_folder() / "tests" / FILE_NAME
     if not cached.is_file():
         cached.parent.mkdir(parents=True, exist_ok=True)
         part = cached.with_suffix(".part")

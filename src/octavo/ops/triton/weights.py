@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.ops.cuda import linear_w4 as linear_w4_cuda
 from octavo.ops.packed_weight import PackedWeight, QuantizedWeightLike, quantizes_input
 from octavo.ops.triton import runtime
 
@@ -17,6 +18,7 @@ COPIED_ROWS = 96  # up to here with a copy: 8B in 4 bits, four products of 64 ro
 UNITS = (128, 64, 32)
 
 _few_rows = runtime.lazy("linear", "few_rows")
+_rms_norm = runtime.lazy("elementwise", "rms_norm")
 _plain_product = runtime.lazy("linear", "plain_product")
 
 
@@ -101,7 +103,15 @@ class TritonCodes(TritonWeight):
         self.offset = None if weight.offset is None else weight.offset.to(device, torch.float32).contiguous()
         if self.offset is not None and self.kind == "int4" and torch.equal(self.offset, -8 * self.scale):
             self.offset = None  # symmetric, which the kernels know
+        self._has_cuda = linear_w4_cuda.rejects(self) is None
         _settle(device)
+
+    def few(
+        self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16, **parts: Any
+    ) -> Tensor:
+        if self._has_cuda and 1 < x.shape[0] <= linear_w4_cuda.MOST_ROWS:
+            return _few_rows_cuda(x, self, bias, out_dtype, **parts)
+        return super().few(x, bias, out_dtype, **parts)
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         assert self.scale is not None
@@ -133,6 +143,25 @@ class TritonCodes(TritonWeight):
         if self._copy is not None:
             return self._copy
         return self._dequantize(self.data, self.scale, self.offset, self.kind, self.shape, self.unit)
+
+
+def _few_rows_cuda(
+    x: Tensor,
+    weight: TritonCodes,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gate: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """As `linear.few_rows`, by the kernel in CUDA C++; the norm is a launch of its own."""
+    if norm is not None:
+        x = _rms_norm(x, norm, eps)
+    is_small = weight.data.nbytes <= runtime.dependent_bytes("int4", x.shape[0])
+    early = is_small and runtime.uses_dependent_launch(x.device)
+    return linear_w4_cuda.few_rows(x, weight, bias, out_dtype, gate, residual, early)
 
 
 def _settle(device: torch.device) -> None:

@@ -1,0 +1,186 @@
+"""Products of few rows with 4-bit codes on a GPU: the kernel in CUDA C++ beside the Triton one, and its best sizes.
+
+    python benchmarks/gpu_w4.py TABLE.json [--rows 1,8,16,32,64] [--seconds 120] [--shape 8B|0.6B]
+
+Every variant is checked against float32 first. Products of one shape run over copies of the weight that no cache
+holds, in a CUDA graph, each launched while the one ahead still runs; then whole layers, kernel against kernel. The
+limit is the bytes of codes and scales at 4.3 TB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.ops.cuda import compiler, linear_w4
+from octavo.ops.cuda.linear_w4 import Sizes
+from octavo.ops.triton.weights import TritonCodes, TritonWeight
+
+BANDWIDTH = 4.3e12
+GROUP = 128
+# rows of W, columns, gate
+SHAPES = {
+    "8B": [(6144, 4096, None), (4096, 4096, None), (28672, 4096, "silu"), (4096, 14336, None)],
+    "0.6B": [(4096, 1024, None), (1024, 2048, None), (6144, 1024, "silu"), (1024, 3072, None)],
+}
+BLOCKS = [
+    (2, 4, 2, 2, 4),
+    (2, 4, 2, 3, 6),
+    (2, 2, 4, 2, 8),
+    (2, 2, 2, 3, 6),
+    (1, 4, 2, 4, 8),
+    (1, 4, 2, 2, 4),
+    (1, 4, 4, 1, 4),
+]
+
+
+def random_weight(n: int, k: int) -> TritonCodes:
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+    scale = torch.rand(n, k // GROUP, device="cuda") / k**0.5
+    scheme = SimpleNamespace(num_bits=4, type="int", activations=None)
+    weight = SimpleNamespace(shape=(n, k), codes=codes, scale=scale, offset=-8 * scale, scheme=scheme, input_scale=None)
+    return TritonCodes(weight, torch.device("cuda"))
+
+
+def seconds_each(calls: Sequence[Callable[[], Any]], repeats: int = 5) -> float:
+    """Of a call, out of a graph of all of them; the median of some replays."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(repeats + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / len(calls))
+    return sorted(times[1:])[repeats // 2]
+
+
+def candidates(rows: int, n: int, k: int) -> list[Sizes]:
+    nt = next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
+    units, found = k // 128, []
+    for block, parts in itertools.product(BLOCKS, (1, 2, 3, 4, 6, 8, 12, 16)):
+        sizes = Sizes(nt, *block, parts)
+        blocks = -(-n // sizes.rows) * parts
+        if parts > units // 2 or -(-units // -(-units // parts)) != parts or sizes.shared_bytes > 220_000:
+            continue
+        if (parts > 1 and blocks > 1100) or (blocks < 60 and parts < min(16, units // 2)):
+            continue
+        if nt == 8 and sizes.mt == 2:
+            continue
+        found.append(sizes)
+    return found
+
+
+def compile_all(wanted: set[tuple[Any, ...]]) -> None:
+    """Into the cache, side by side."""
+    target = "sm_{}{}a".format(*torch.cuda.get_device_capability())
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda key: compiler._cached("few_rows_w4", linear_w4.macros(*key), target), wanted))
+
+
+def check(x: Tensor, weight: TritonCodes, gate: str | None, out: Tensor) -> None:
+    y = x.float() @ weight.dense().float().T
+    if gate is not None:
+        first, second = y.chunk(2, dim=1)
+        y = torch.nn.functional.silu(first) * second
+    error = float((out.float() - y).norm() / y.norm())
+    assert error < 0.01, error
+
+
+def _product(x: Tensor, gate: str | None, sizes: Sizes, weight: TritonCodes) -> Tensor:
+    return linear_w4.few_rows(x, weight, None, torch.bfloat16, gate, None, True, sizes)
+
+
+def best_sizes(
+    rows: int, shape: tuple[int, int, str | None], weights: list[TritonCodes], until: float
+) -> dict[str, Any]:
+    n, k, gate = shape
+    x = torch.randn(rows, k, device="cuda").bfloat16()
+    triton = seconds_each([functools.partial(TritonWeight.few, weight, x, gate=gate) for weight in weights])
+    found = []
+    for sizes in candidates(rows, n, k):
+        if time.perf_counter() > until:
+            break
+        check(x, weights[0], gate, _product(x, gate, sizes, weights[0]))
+        calls = [
+            lambda w=w, s=sizes: linear_w4.few_rows(x, w, None, torch.bfloat16, gate, None, True, s) for w in weights
+        ]
+        found.append((seconds_each(calls), sizes))
+    found.sort()
+    limit = weights[0].num_bytes / BANDWIDTH
+    line = f"{rows:3} rows {n:6} x {k:6} {gate or '':5} limit {limit * 1e6:6.1f} us  triton {triton * 1e6:6.1f}"
+    for seconds, sizes in found[:3]:
+        line += f"  | {seconds * 1e6:6.1f} {tuple(sizes)}"
+    print(line, flush=True)
+    return {"rows": rows, "n": n, "k": k, "triton_us": triton * 1e6, "limit_us": limit * 1e6,
+            "cuda": [(seconds * 1e6, list(sizes)) for seconds, sizes in found[:6]]}  # fmt: skip
+
+
+def layer_times(rows: int, layers: list[list[TritonCodes]], shapes: Any, chosen: dict[Any, Sizes]) -> dict[str, float]:
+    """Microseconds of the four products of a layer, each kernel with its own sizes."""
+    inputs = [torch.randn(rows, k, device="cuda").bfloat16() for _, k, _ in shapes]
+
+    def run(use_cuda: bool) -> float:
+        def layer(weights: list[TritonCodes]) -> None:
+            for weight, x, (n, k, gate) in zip(weights, inputs, shapes, strict=True):
+                if use_cuda:
+                    _product(x, gate, chosen[rows, n, k], weight)
+                else:
+                    TritonWeight.few(weight, x, gate=gate)
+
+        return seconds_each([functools.partial(layer, weights) for weights in layers]) * 1e6
+
+    limit = sum(weight.num_bytes for weight in layers[0]) / BANDWIDTH * 1e6
+    return {"rows": rows, "limit": limit, "triton": run(False), "cuda": run(True)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("table", type=Path)
+    parser.add_argument("--rows", default="1,8,16,32,64")
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--shape", default="8B", choices=sorted(SHAPES))
+    options = parser.parse_args()
+    all_rows, shapes = [int(rows) for rows in options.rows.split(",")], SHAPES[options.shape]
+    begin = time.perf_counter()
+    layers = [[random_weight(n, k) for n, k, _ in shapes] for _ in range(6 if options.shape == "8B" else 28)]
+    wanted = {
+        (sizes._replace(parts=1), linear_w4.steps_a_group(k, k // GROUP), gate is not None, False)
+        for rows, (n, k, gate) in itertools.product(all_rows, shapes)
+        for sizes in candidates(rows, n, k)
+    }
+    compile_all(wanted)
+    print(f"{len(wanted)} kernels compiled after {time.perf_counter() - begin:.1f} s", flush=True)
+    results, chosen = [], {}
+    for at, (rows, (i, shape)) in enumerate(itertools.product(all_rows, enumerate(shapes))):
+        until = begin + options.seconds * (at + 1) / (len(all_rows) * len(shapes))
+        result = best_sizes(rows, shape, [weights[i] for weights in layers], until)
+        results.append(result)
+        chosen[rows, shape[0], shape[1]] = Sizes(*result["cuda"][0][1])
+        options.table.write_text(json.dumps(results))
+    for rows in all_rows:
+        times = layer_times(rows, layers, shapes, chosen)
+        print("layer", {key: round(value, 1) for key, value in times.items()}, flush=True)
+        results.append({"layer": times})
+    options.table.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""CUDA C++ at run time: NVRTC, which torch brings along, compiles a kernel, the driver loads and launches it.
+
+No nvcc, no headers and no build step: a kernel is a file of this folder, its sizes are macros, and what was compiled is
+kept in Octavo's cache folder under a hash of both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import site
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.folders import cache_folder
+
+_SUCCESS = 0
+_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_FREE_SHARED = 48 << 10  # bytes that a block may have without asking
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+class Kernel:
+    """A loaded kernel; `launch` takes tensors (or None for a null pointer), ints and floats, as its signature has."""
+
+    def __init__(self, function: ctypes.c_void_p, threads: int, shared_bytes: int) -> None:
+        self._function, self._threads, self._shared = function, threads, shared_bytes
+
+    def launch(self, grid: tuple[int, int, int], arguments: tuple[Any, ...], device: torch.device, early: bool) -> None:
+        """`early`: the kernel may begin while the one ahead still runs (it waits itself for what that writes)."""
+        values = [_value(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        overlap = _Attribute(id=_OVERLAP)
+        overlap.value[0] = 1
+        stream = torch.cuda.current_stream(device).cuda_stream
+        config = _Config(
+            (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(self._threads, 1, 1), self._shared, stream,
+            ctypes.pointer(overlap), int(early),
+        )  # fmt: skip
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None), "cuLaunchKernelEx")
+
+
+def _value(argument: Any) -> Any:
+    if argument is None:
+        return ctypes.c_void_p(0)
+    if isinstance(argument, torch.Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int(argument)
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why kernels of this folder cannot run in this process, or None."""
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        return "torch finds no usable NVIDIA GPU"
+    if torch.cuda.get_device_capability() < (9, 0):
+        return "needs compute capability 9.0 or later"
+    try:
+        _nvrtc()
+        _driver()
+    except OSError as error:
+        return f"NVRTC is not there ({error})"
+    return None
+
+
+def load(name: str, macros: Mapping[str, int], threads: int, shared_bytes: int) -> Kernel:
+    """The kernel `name` of `<name>.cu`, compiled with these macros for the current device, from the cache if it can."""
+    major, minor = torch.cuda.get_device_capability()
+    binary = _cached(name, macros, f"sm_{major}{minor}a")
+    torch.cuda.current_stream().synchronize()  # torch's context is the current one from here on
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    _check(_driver().cuModuleLoadData(ctypes.byref(module), binary), "cuModuleLoadData")
+    _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
+    if shared_bytes > _FREE_SHARED:
+        _check(_driver().cuFuncSetAttribute(function, _DYNAMIC_SHARED, shared_bytes), "cuFuncSetAttribute")
+    return Kernel(function, threads, shared_bytes)
+
+
+def _cached(name: str, macros: Mapping[str, int], target: str) -> bytes:
+    source = (Path(__file__).parent / f"{name}.cu").read_bytes()
+    options = [f"--gpu-architecture={target}", "--std=c++17", *(f"-D{key}={value}" for key, value in macros.items())]
+    version = f"{_nvrtc_version()}"
+    key = hashlib.sha256(b"\0".join((source, version.encode(), *(option.encode() for option in options)))).hexdigest()
+    path = cache_folder() / "kernels" / f"{name}-{key[:32]}.cubin"
+    if path.is_file():
+        return path.read_bytes()
+    binary = compile_source(source, options)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_bytes(binary)
+    os.replace(part, path)
+    return binary
+
+
+def compile_source(source: bytes, options: list[str]) -> bytes:
+    """The machine code of a program; RuntimeError with the compiler's log."""
+    nvrtc, program = _nvrtc(), ctypes.c_void_p()
+    _check_nvrtc(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernel.cu", 0, None, None))
+    arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    try:
+        if nvrtc.nvrtcCompileProgram(program, len(options), arguments) != _SUCCESS:
+            raise RuntimeError(f"NVRTC: {_text(program, 'ProgramLog')}")
+        return _bytes(program, "CUBIN")
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _bytes(program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    _check_nvrtc(getattr(_nvrtc(), f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+    content = ctypes.create_string_buffer(size.value)
+    _check_nvrtc(getattr(_nvrtc(), f"nvrtcGet{what}")(program, content))
+    return content.raw
+
+
+def _text(program: ctypes.c_void_p, what: str) -> str:
+    return _bytes(program, what).rstrip(b"\0").decode(errors="replace")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    """The library that torch's wheel depends on, or the system's; OSError where there is none."""
+    major = (torch.version.cuda or "13").split(".")[0]
+    for path in _library_files(f"libnvrtc.so.{major}*"):
+        return ctypes.CDLL(str(path))
+    return ctypes.CDLL(f"libnvrtc.so.{major}")
+
+
+def _library_files(pattern: str) -> Iterator[Path]:
+    for folder in dict.fromkeys([*site.getsitepackages(), *sys.path]):
+        yield from sorted(Path(folder).glob(f"nvidia/*/lib/{pattern}"))
+
+
+@functools.cache
+def _nvrtc_version() -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check_nvrtc(_nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return major.value, minor.value
+
+
+def _check_nvrtc(code: int) -> None:
+    if code != _SUCCESS:
+        raise RuntimeError(f"NVRTC returned {code}")
+
+
+def _check(code: int, call: str) -> None:
+    if code != _SUCCESS:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(code, ctypes.byref(name))
+        raise RuntimeError(f"{call} returned {code} ({(name.value or b'').decode()})")

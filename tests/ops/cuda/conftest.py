@@ -1,0 +1,1 @@
+"""CUDA kernels run under an emulator on a CPU (`emulator.h`), and on the GPU itself where there is one."""
