@@ -10,6 +10,7 @@ limit is the bytes of codes and scales at 4.3 TB/s.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import time
@@ -119,9 +120,8 @@ def best_sizes(
         if time.perf_counter() > until:
             break
         check(x, weights[0], gate, _product(x, gate, sizes, weights[0]))
-        calls = [
-            lambda w=w, s=sizes: linear_w4.few_rows(x, w, None, torch.bfloat16, gate, None, True, s) for w in weights
-        ]
+        product = functools.partial(_product, x, gate, sizes)
+        calls = [functools.partial(product, weight) for weight in weights]
         found.append((seconds_each(calls), sizes))
     found.sort()
     limit = weights[0].num_bytes / BANDWIDTH
