@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.compress.modifiers.gptq import GPTQModifier
+from octavo.compress.modifiers.magnitude import ConstantPruningModifier, MagnitudePruningModifier
 from octavo.compress.modifiers.quantization import QuantizationModifier
+from octavo.compress.modifiers.quip import QuIPModifier
+from octavo.compress.modifiers.sparsegpt import SparseGPTModifier
+from octavo.compress.modifiers.spinquant import SpinQuantModifier
+from octavo.compress.modifiers.wanda import WandaPruningModifier
 from octavo.errors import UserError
 
 
@@ -26,25 +31,11 @@ class SmoothQuantModifier(_NotYet):
     """Moving activation outliers into the weights: not there yet."""
 
 
-class SparseGPTModifier(_NotYet):
-    """Pruning with GPTQ's compensation: not there yet."""
-
-
-class WandaPruningModifier(_NotYet):
-    """Pruning by weight and activation: not there yet."""
-
-
-class QuIPModifier(_NotYet):
-    """Hadamard rotations of single layers: not there yet."""
-
-
-class SpinQuantModifier(_NotYet):
-    """Hadamard rotations of the whole model: not there yet."""
-
-
 __all__ = [
     "AWQModifier",
+    "ConstantPruningModifier",
     "GPTQModifier",
+    "MagnitudePruningModifier",
     "QuIPModifier",
     "QuantizationModifier",
     "SmoothQuantModifier",

@@ -11,20 +11,27 @@ import yaml
 
 from octavo.compress.modifiers.base import Modifier
 from octavo.compress.modifiers.gptq import GPTQModifier
+from octavo.compress.modifiers.magnitude import ConstantPruningModifier, MagnitudePruningModifier
 from octavo.compress.modifiers.quantization import QuantizationModifier
+from octavo.compress.modifiers.quip import QuIPModifier
+from octavo.compress.modifiers.sparsegpt import SparseGPTModifier
+from octavo.compress.modifiers.spinquant import SpinQuantModifier
+from octavo.compress.modifiers.wanda import WandaPruningModifier
 from octavo.errors import UserError
 
 MODIFIERS: dict[str, type[Modifier]] = {
     "QuantizationModifier": QuantizationModifier,
     "GPTQModifier": GPTQModifier,
+    "SparseGPTModifier": SparseGPTModifier,
+    "WandaPruningModifier": WandaPruningModifier,
+    "MagnitudePruningModifier": MagnitudePruningModifier,
+    "ConstantPruningModifier": ConstantPruningModifier,
+    "SpinQuantModifier": SpinQuantModifier,
+    "QuIPModifier": QuIPModifier,
 }
 NOT_YET = (
     "AWQModifier",
     "SmoothQuantModifier",
-    "SparseGPTModifier",
-    "WandaPruningModifier",
-    "QuIPModifier",
-    "SpinQuantModifier",
 )
 
 
