@@ -52,6 +52,14 @@ def test_dense(n: int, k: int) -> None:
     check(weight, weight.float(), tolerance, generator)
 
 
+def test_a_weight_may_begin_at_any_byte_of_a_file() -> None:
+    values = torch.randn(33 * 64 + 1, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    within, apart = values[1:].view(33, 64), values[1:].clone().view(33, 64)
+    got = [ops.linear(x, ops.pack_weight(weight, torch.bfloat16)) for weight in (within, apart)]
+    assert torch.equal(got[0], got[1])
+
+
 @pytest.mark.parametrize("kind", ["4s", "4z", "4m", "8s", "8m"])
 @pytest.mark.parametrize(("n", "k", "group"), [(576, 576, 64), (100, 96, 32), (33, 512, 128), (17, 1536, None)])
 def test_groups(n: int, k: int, group: int | None, kind: str) -> None:
