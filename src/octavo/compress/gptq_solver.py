@@ -75,7 +75,7 @@ def solve(
     targets = [w.masked_fill(dead if m is None else m | dead, 0.0) for w, m in zip(weights, masks, strict=True)]
     order = _order(diagonal, settings.act_order)
     with _threads_for(hessian):
-        factor, damping = inverse_factor(hessian[order][:, order], settings.dampening_frac)
+        factor, damping = inverse_factor(hessian, order, settings.dampening_frac)
     overall = global_scale(targets, scheme)
     grids = [choose_grid(target, diagonal, scheme, settings.observer, scale_dtype, overall) for target in targets]
     if factor is None or damping is None:
@@ -114,39 +114,42 @@ def _quadratic(rows: Tensor, hessian: Tensor) -> Tensor:
     return torch.linalg.vecdot(rows @ hessian, rows)
 
 
-def inverse_factor(hessian: Tensor, dampening_frac: float) -> tuple[Tensor | None, float | None]:
-    """Upper triangular U with U'U = inverse of the damped Hessian, and the damping; (None, None) when none suffices.
+def inverse_factor(hessian: Tensor, order: Tensor, dampening_frac: float) -> tuple[Tensor | None, float | None]:
+    """Upper triangular U with U'U = inverse of the damped Hessian, its rows and columns taken in `order`, and the
+    damping; (None, None) when none suffices.
 
     The Hessian is read from its last column to its first: with J the reversal, chol(J H J) = L gives H = R R' for the
     upper triangular R = J L J, so U is the inverse of R. That is half the work of inverting H first, and more exact.
-    Ten and a hundred times the damping are tried before giving up.
+    Ten and a hundred times the damping are tried before giving up. Besides the Hessian, two matrices of its size are
+    held at once.
     """
-    diagonal = hessian.diagonal().clone()
-    empty = diagonal == 0
-    mean = diagonal.mean()
+    backwards = order.flip(0)
+    diagonal = hessian.diagonal()[backwards]
+    mean, alive = diagonal.mean(), torch.where(diagonal == 0, torch.ones_like(diagonal), diagonal)
     for step in _DAMPING_STEPS:
         fraction = dampening_frac * step
-        damped = hessian.clone()
-        damped.diagonal().copy_(torch.where(empty, torch.ones_like(diagonal), diagonal) + fraction * mean)
-        lower, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
-        if int(info) == 0 and bool(torch.isfinite(lower).all()):
-            return _lower_inverse(lower).flip(0, 1).contiguous(), fraction
+        damped = hessian[backwards[:, None], backwards]
+        damped.diagonal().copy_(alive + fraction * mean)
+        lower, info = torch.linalg.cholesky_ex(damped)
+        del damped
+        if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
+            _invert_lower(lower)
+            return lower.flip(0, 1), fraction
     return None, None
 
 
-def _lower_inverse(lower: Tensor) -> Tensor:
-    """Inverse of a lower triangular matrix by halves, so that most of it is matrix products."""
+def _invert_lower(lower: Tensor) -> None:
+    """Invert a lower triangular matrix in place, by halves, so that most of it is matrix products."""
     size = len(lower)
     if size <= _TRIANGLE:
-        return torch.linalg.solve_triangular(
-            lower, torch.eye(size, dtype=lower.dtype, device=lower.device), upper=False
-        )
+        identity = torch.eye(size, dtype=lower.dtype, device=lower.device)
+        lower.copy_(torch.linalg.solve_triangular(lower, identity, upper=False))
+        return
     half = size // 2
-    first, last = _lower_inverse(lower[:half, :half]), _lower_inverse(lower[half:, half:])
-    inverse = torch.zeros_like(lower)
-    inverse[:half, :half], inverse[half:, half:] = first, last
-    inverse[half:, :half] = (last @ lower[half:, :half] @ first).neg_()
-    return inverse
+    first, last, below = lower[:half, :half], lower[half:, half:], lower[half:, :half]
+    _invert_lower(first)
+    _invert_lower(last)
+    below.copy_((last @ below @ first).neg_())
 
 
 def _columns(
