@@ -85,7 +85,7 @@ def test_blocked_sparsegpt_equals_the_naive_one(
     if preserve:
         weight[torch.rand(weight.shape, generator=torch.Generator().manual_seed(2)) < 0.2] = 0.0
     hessian = inputs.t() @ inputs
-    factor, _ = inverse_factor(hessian, 0.01)
+    factor, _ = inverse_factor(hessian, torch.arange(columns), 0.01)
     assert factor is not None
     dead = torch.zeros(columns, dtype=torch.bool)
     found, mask, errors = sparsegpt(weight, factor, dead, sparsity, structure, block, preserve)

@@ -44,7 +44,8 @@ class SparseGPTModifier(OWLModifier):
             why = "it saw no calibration token" if inputs is None else "no calibration token was finite"
             return [self._without_hessian(layer, None, why) for layer in layers]
         hessian = inputs.hessian()
-        factor, damping = inverse_factor(hessian, self.dampening_frac)
+        as_they_are = torch.arange(len(hessian), device=hessian.device)
+        factor, damping = inverse_factor(hessian, as_they_are, self.dampening_frac)
         if factor is None or damping is None:
             why = "its Hessian is not positive definite at any damping tried"
             return [self._without_hessian(layer, inputs.diagonal(), why) for layer in layers]
