@@ -9,7 +9,7 @@ import torch
 from tiny_models import tiny_model, token_samples
 from torch import Tensor, nn
 
-from octavo.compress.blocks import find_blocks
+from octavo.compress.blocks import Blocks, find_blocks
 from octavo.compress.model_source import LoadedSource
 from octavo.compress.modifiers.base import Transform
 from octavo.compress.modifiers.quip import QuIPModifier
@@ -104,6 +104,31 @@ def test_experts_and_their_routers_are_rotated() -> None:
         SpinQuantModifier(rotations=["R4"]).prepare(model, blocks)
     with pytest.raises(UnsupportedModelError, match="has experts"):
         QuIPModifier().prepare(model, blocks)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mixtral", {"num_local_experts": 4}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}),
+        ("deepseek_v3", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+                         "moe_intermediate_size": 32, "first_k_dense_replace": 1, "q_lora_rank": 24,
+                         "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}),
+    ],
+)  # fmt: skip
+def test_experts_in_one_tensor_and_latent_attention_are_rotated(family: str, changes: dict[str, Any]) -> None:
+    model = randomized(family, **changes)
+    blocks, before = Blocks("model.layers", list(model.model.layers)), logits(model)
+    modifier = SpinQuantModifier(rotations=["R1"] if family == "deepseek_v3" else ["R1", "R2"])
+    modifier.prepare(model, blocks)
+    with torch.no_grad():
+        modifier.read(model, "")
+        for index, block in enumerate(blocks.modules):
+            modifier.read(block, blocks.name(index))
+    torch.testing.assert_close(logits(model), before, rtol=1e-3, atol=1e-4)
+    if family == "deepseek_v3":
+        with pytest.raises(UnsupportedModelError, match="R2 is impossible"):
+            SpinQuantModifier(rotations=["R2"]).prepare(model, blocks)
 
 
 class _Mixture(nn.Module):
