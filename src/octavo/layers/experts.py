@@ -117,7 +117,9 @@ class Experts(Block):
     ) -> None:
         self.router = Router(config.routing, hidden, source, f"{names.module}.gate")
         count, inner = config.routing.num_experts, config.intermediate_size
-        if f"{names.module}.experts.gate_up_proj" in source.checkpoint:
+        # Quantized experts are modules of their own; made-up checkpoints have transformers' names besides.
+        quantized = source.checkpoint.stored_bits(f"{names.module}.experts.0.{names.gate}") is not None
+        if not quantized and f"{names.module}.experts.gate_up_proj" in source.checkpoint:
             experts = _stacked(source, f"{names.module}.experts", count, hidden, inner)
         else:
             experts = _separate(source, names, count, hidden, inner)
