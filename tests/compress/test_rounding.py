@@ -136,6 +136,21 @@ def test_mse_is_never_worse_than_minmax_and_importance_matters() -> None:
         assert _error(weight, importance, weighed).sum() < _error(weight, importance, plain).sum()
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("name", list(OBSERVERS))
+def test_groups_are_chosen_for_at_once_as_one_by_one(name: str, symmetric: bool) -> None:
+    """On a GPU all groups are one tensor, on the CPU each has a thread."""
+    weight, importance = torch.randn(3, 10, 32), torch.rand(3, 1, 32)
+    target = Target(integer(4), ScaleKind(torch.bfloat16), symmetric)
+    together = OBSERVERS[name](weight, importance, target)
+    for group in range(3):
+        alone = OBSERVERS[name](weight[group], importance[group], target)
+        torch.testing.assert_close(together.scale[group], alone.scale)
+        if not symmetric:
+            assert together.zero is not None and alone.zero is not None
+            torch.testing.assert_close(together.zero[group], alone.zero)
+
+
 def test_unknown_observer_names_the_known() -> None:
     with pytest.raises(UserError, match="imatrix_signed"):
         observer("median")
