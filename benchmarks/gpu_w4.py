@@ -34,15 +34,7 @@ SHAPES = {
     "8B": [(6144, 4096, None), (4096, 4096, None), (28672, 4096, "silu"), (4096, 14336, None)],
     "0.6B": [(4096, 1024, None), (1024, 2048, None), (6144, 1024, "silu"), (1024, 3072, None)],
 }
-BLOCKS = [
-    (2, 4, 2, 2, 4),
-    (2, 4, 2, 3, 6),
-    (2, 2, 4, 2, 8),
-    (2, 2, 2, 3, 6),
-    (1, 4, 2, 4, 8),
-    (1, 4, 2, 2, 4),
-    (1, 4, 4, 1, 4),
-]
+BLOCKS = [(2, 1, 2, 2), (2, 1, 2, 4), (2, 1, 4, 4), (1, 2, 2, 4), (1, 1, 4, 4), (2, 2, 2, 4), (4, 1, 2, 2)]
 
 
 def random_weight(n: int, k: int) -> TritonCodes:
@@ -83,8 +75,6 @@ def candidates(rows: int, n: int, k: int) -> list[Sizes]:
             continue
         if (parts > 1 and blocks > 1100) or (blocks < 60 and parts < min(16, units // 2)):
             continue
-        if nt == 8 and sizes.mt == 2:
-            continue
         found.append(sizes)
     return found
 
@@ -110,14 +100,14 @@ def _product(x: Tensor, gate: str | None, sizes: Sizes, weight: TritonCodes) -> 
 
 
 def best_sizes(
-    rows: int, shape: tuple[int, int, str | None], weights: list[TritonCodes], until: float
+    rows: int, shape: tuple[int, int, str | None], weights: list[TritonCodes], budget: float
 ) -> dict[str, Any]:
     n, k, gate = shape
     x = torch.randn(rows, k, device="cuda").bfloat16()
     triton = seconds_each([functools.partial(TritonWeight.few, weight, x, gate=gate) for weight in weights])
-    found = []
+    found, until = [], time.perf_counter() + budget
     for sizes in candidates(rows, n, k):
-        if time.perf_counter() > until:
+        if found and time.perf_counter() > until:
             break
         check(x, weights[0], gate, _product(x, gate, sizes, weights[0]))
         product = functools.partial(_product, x, gate, sizes)
@@ -169,9 +159,9 @@ def main() -> None:
     compile_all(wanted)
     print(f"{len(wanted)} kernels compiled after {time.perf_counter() - begin:.1f} s", flush=True)
     results, chosen = [], {}
-    for at, (rows, (i, shape)) in enumerate(itertools.product(all_rows, enumerate(shapes))):
-        until = begin + options.seconds * (at + 1) / (len(all_rows) * len(shapes))
-        result = best_sizes(rows, shape, [weights[i] for weights in layers], until)
+    seconds = options.seconds / (len(all_rows) * len(shapes))
+    for rows, (i, shape) in itertools.product(all_rows, enumerate(shapes)):
+        result = best_sizes(rows, shape, [weights[i] for weights in layers], seconds)
         results.append(result)
         chosen[rows, shape[0], shape[1]] = Sizes(*result["cuda"][0][1])
         options.table.write_text(json.dumps(results))
