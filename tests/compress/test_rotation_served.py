@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from octavo import LLM, SamplingParams
 from octavo.checkpoint.convert import convert
 from octavo.checkpoint.reader import open_checkpoint
 from octavo.checkpoint.transforms import online_transforms
+from octavo.compress.chain import check_chain
+from octavo.compress.modifiers.base import Transform
 from octavo.compress.oneshot import oneshot
 from octavo.compress.recipe import dump_recipe, parse_recipe
 from octavo.errors import UnsupportedModelError, UserError
@@ -241,6 +244,37 @@ def test_compressed_tensors_reads_the_transform_config(tmp_path: Path) -> None:
 def test_senseless_chains_are_refused(recipe: Any, match: str) -> None:
     with pytest.raises(UserError, match=match):
         oneshot(tiny_model("llama"), dataset=token_samples(), recipe=recipe)
+
+
+@dataclass(kw_only=True)
+class SmoothQuantModifier(Transform):
+    """Has the name, and scales nothing."""
+
+    def unused_patterns(self, modules: dict[str, Any]) -> list[str]:
+        return []
+
+    def prepare(self, model: Any, blocks: Any) -> list[str]:
+        return []
+
+
+@dataclass(kw_only=True)
+class AWQModifier(SmoothQuantModifier):
+    """Likewise."""
+
+
+def test_scalings_go_after_rotations_that_are_fused() -> None:
+    check_chain([SpinQuantModifier(), SmoothQuantModifier(), SparseGPTModifier(sparsity=0.5), GPTQModifier(**W4)])
+    check_chain([AWQModifier(), QuantizationModifier(**W4), GPTQModifier(**W4)])
+    for chain, match in (
+        ([SmoothQuantModifier(), SpinQuantModifier(), GPTQModifier(**W4)], "put the rotation first"),
+        ([SpinQuantModifier(rotations=["R4"]), AWQModifier(), GPTQModifier(**W4)], "would change the model"),
+        ([QuIPModifier(), SmoothQuantModifier(), GPTQModifier(**W4)], "would change the model"),
+        ([SmoothQuantModifier(), AWQModifier(), GPTQModifier(**W4)], "the same channels"),
+        ([AWQModifier(), SparseGPTModifier(sparsity=0.5)], "none follows it"),
+        ([GPTQModifier(**W4), AWQModifier()], "put AWQModifier before GPTQModifier"),
+    ):
+        with pytest.raises(UserError, match=match):
+            check_chain(chain)
 
 
 def test_constant_pruning_keeps_the_zeros_of_a_model(tmp_path: Path) -> None:
