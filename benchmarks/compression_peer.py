@@ -35,6 +35,7 @@ def compress(model: str, recipe: str, windows: np.ndarray, output_dir: Path, bat
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = {"input_ids": windows.tolist(), "attention_mask": np.ones_like(windows).tolist()}
+    modifiers = peer_recipe(recipe, loaded.config.model_type)
     started = time.perf_counter()
     data: dict[str, Any] = {}
     if PEER_RECIPES[recipe]:
@@ -42,7 +43,7 @@ def compress(model: str, recipe: str, windows: np.ndarray, output_dir: Path, bat
             "dataset": Dataset.from_dict(rows), "max_seq_length": windows.shape[1], "batch_size": batch_size,
             "num_calibration_samples": len(windows), "shuffle_calibration_samples": False,
         }  # fmt: skip
-    oneshot(model=loaded, tokenizer=tokenizer, recipe=peer_recipe(recipe), output_dir=str(output_dir), **data)
+    oneshot(model=loaded, tokenizer=tokenizer, recipe=modifiers, output_dir=str(output_dir), **data)
     seconds = time.perf_counter() - started
     reset_session()
     return seconds

@@ -1,8 +1,8 @@
 """The recipes that the compression comparison runs: Octavo's and LLM Compressor's, under one name each.
 
-A recipe is named METHOD-wBITS ("gptq-w4"), "w8a8", or "none". Every weight-only recipe is symmetric in groups of 64 and
-leaves the output layer alone, so that what two tools write has the same size. Neither library is imported before a
-recipe is built: each tool runs in an environment of its own.
+A recipe is named METHOD-wBITS ("gptq-w4"), "w8a8", "w8a8-gptq" (without smoothing), or "none". Every weight-only recipe
+is symmetric in groups of 64 and leaves the output layer alone, so that what two tools write has the same size. Neither
+library is imported before a recipe is built: each tool runs in an environment of its own.
 """
 
 from __future__ import annotations
@@ -14,15 +14,20 @@ KEY = ("tool", "model", "recipe", "draw")  # what tells jobs and results apart
 GROUP_SIZE = 64
 IGNORE = ["lm_head"]
 SMOOTHING = 0.8
+GEMMA_SMOOTHING = [
+    (["re:.*q_proj", "re:.*k_proj", "re:.*v_proj"], "re:.*input_layernorm"),
+    (["re:.*gate_proj", "re:.*up_proj"], "re:.*pre_feedforward_layernorm"),
+]
 
 # Recipe -> whether it looks at calibration text: one that doesn't is the same for every draw.
 OCTAVO_RECIPES = {
     "rtn-w4": False, "rtn-w3": False,
+    "rtn-mse-w4": False, "rtn-mse-w3": False,
     "rtn-imatrix-w4": True, "rtn-imatrix-w3": True,
     "gptq-w4": True, "gptq-w3": True,
     "awq-w4": True, "awq-w3": True,
     "awq-gptq-w4": True, "awq-gptq-w3": True,
-    "w8a8": True,
+    "w8a8": True, "w8a8-gptq": True,
 }  # fmt: skip
 PEER_RECIPES = {
     "rtn-w4": False, "rtn-w3": False,
@@ -31,7 +36,7 @@ PEER_RECIPES = {
     "gptq-w4": True, "gptq-w3": True,
     "gptq-imatrix-w4": True, "gptq-imatrix-w3": True,
     "awq-w4": True, "awq-w3": True,
-    "w8a8": True,
+    "w8a8": True, "w8a8-gptq": True,
 }  # fmt: skip
 RECIPES = {"octavo": OCTAVO_RECIPES, "peer": PEER_RECIPES}
 
@@ -39,22 +44,25 @@ RECIPES = {"octavo": OCTAVO_RECIPES, "peer": PEER_RECIPES}
 # strongest of its kind.
 OPPONENTS = {
     "rtn-w4": ("rtn-mse-w4", "rtn-w4"),
+    "rtn-mse-w4": ("rtn-mse-w4",),
     "rtn-imatrix-w4": ("rtn-imatrix-w4",),
     "gptq-w4": ("gptq-imatrix-w4", "gptq-w4"),
     "awq-w4": ("awq-w4",),
     "awq-gptq-w4": ("gptq-imatrix-w4", "awq-w4"),
     "rtn-w3": ("rtn-mse-w3", "rtn-w3"),
+    "rtn-mse-w3": ("rtn-mse-w3",),
     "rtn-imatrix-w3": ("rtn-imatrix-w3",),
     "gptq-w3": ("gptq-imatrix-w3", "gptq-w3"),
     "awq-w3": ("awq-w3",),
     "awq-gptq-w3": ("gptq-imatrix-w3", "awq-w3"),
-    "w8a8": ("w8a8",),
+    "w8a8": ("w8a8", "w8a8-gptq"),
+    "w8a8-gptq": ("w8a8-gptq",),
 }
 
 
 def parse(recipe: str) -> tuple[str, int]:
     """Method and bits of a recipe's name: "gptq-imatrix-w3" -> ("gptq-imatrix", 3); ("w8a8", 8)."""
-    if recipe == "w8a8":
+    if recipe.startswith("w8a8"):
         return recipe, 8
     method, _, bits = recipe.rpartition("-w")
     return method, int(bits)
@@ -75,10 +83,12 @@ def octavo_recipe(recipe: str) -> list[Any]:
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights(bits)}},
         "ignore": IGNORE,
     }
-    if method == "w8a8":
-        return [m.SmoothQuantModifier(smoothing_strength=SMOOTHING), m.GPTQModifier(scheme="W8A8", ignore=IGNORE)]
+    if bits == 8:
+        chain = [m.SmoothQuantModifier(smoothing_strength=SMOOTHING)] if method == "w8a8" else []
+        return [*chain, m.GPTQModifier(scheme="W8A8", ignore=IGNORE)]
     builders: dict[str, Callable[[], list[Any]]] = {
         "rtn": lambda: [m.QuantizationModifier(**groups)],
+        "rtn-mse": lambda: [m.QuantizationModifier(**groups, weight_observer="mse")],
         "rtn-imatrix": lambda: [m.QuantizationModifier(**groups, weight_observer="imatrix_signed")],
         "gptq": lambda: [m.GPTQModifier(**groups)],
         "awq": lambda: [m.AWQModifier(), m.QuantizationModifier(**groups)],
@@ -87,19 +97,22 @@ def octavo_recipe(recipe: str) -> list[Any]:
     return builders[method]()
 
 
-def peer_recipe(recipe: str) -> list[Any]:
-    """LLM Compressor's modifiers, each with its own defaults but for the observer that the name says."""
+def peer_recipe(recipe: str, model_type: str) -> list[Any]:
+    """LLM Compressor's modifiers, each with its own defaults but for the observer that the name says.
+
+    SmoothQuant is told which norm is before Gemma 3's feed-forward layers: as released it divides the one behind its
+    attention, which changes what the model computes.
+    """
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
     from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 
     method, bits = parse(recipe)
-    if method == "w8a8":
-        return [
-            SmoothQuantModifier(smoothing_strength=SMOOTHING),
-            GPTQModifier(targets="Linear", scheme="W8A8", ignore=IGNORE),
-        ]
+    if bits == 8:
+        mappings = GEMMA_SMOOTHING if model_type.startswith("gemma") else None
+        smooth = [SmoothQuantModifier(smoothing_strength=SMOOTHING, mappings=mappings)] if method == "w8a8" else []
+        return [*smooth, GPTQModifier(targets="Linear", scheme="W8A8", ignore=IGNORE)]
     kind, _, observer = method.partition("-")
     more: dict[str, Any] = (
         {"observer": {"mse": "memoryless_mse", "imatrix": "imatrix_mse"}[observer]} if observer else {}
