@@ -94,7 +94,8 @@ CASES: dict[str, Any] = {
     "olmo2": Olmo2Config(**SMALL),
 }
 
-# Another value of each field that any family reads; with the same weights it moves the logits, or is refused by name.
+# Another value of each field that any family reads, TURNED_ROUND apart; with the same weights it moves the logits, or
+# is refused by name.
 ROPE = {"rope_type": "default", "rope_theta": 300.0}
 OTHER: dict[str, Any] = {
     "vocab_size": 80,
@@ -111,7 +112,6 @@ OTHER: dict[str, Any] = {
     "rms_norm_eps": 0.3,
     "hidden_act": "gelu_pytorch_tanh",
     "hidden_activation": "silu",
-    "tie_word_embeddings": None,  # turned round
     "attention_bias": True,
     "mlp_bias": True,
     "sliding_window": 9,
@@ -134,7 +134,27 @@ OTHER: dict[str, Any] = {
     "rope_local_base_freq": 3000.0,
     "sliding_window_pattern": 3,
     "layers_block_type": ["mamba", "mamba"],
+    "num_experts": 4,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 8,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [1],
+    "n_routed_experts": 4,
+    "n_shared_experts": 3,
+    "routed_scaling_factor": 0.5,
+    "n_group": 2,
+    "topk_group": 3,
+    "topk_method": None,  # turned round
+    "scoring_func": "tanh",
+    "first_k_dense_replace": 0,
+    "moe_layer_freq": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
 }
+TURNED_ROUND = ("tie_word_embeddings", "norm_topk_prob", "rope_interleave")  # flags whose default differs by family
 
 # Fields of files from before transformers 5 that have new names now, by model_type.
 OLD: dict[str, dict[str, Any]] = {

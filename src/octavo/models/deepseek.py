@@ -61,7 +61,8 @@ def _decoder(
     inner = required(config, "moe_intermediate_size")
     shared = inner * (config.get("n_shared_experts") or 0)
     layers = tuple(index >= first for index in range(fields["num_layers"]))
-    frequency = _differs(config, {"moe_layer_freq": (1,)})
+    heads = fields["num_heads"]
+    reason = reason or _differs(config, {"moe_layer_freq": (1,), "num_key_value_heads": (heads,)})
     return DecoderConfig(
         **{**fields, "num_kv_heads": 1},
         output_bias=bool(config.get("attention_bias", False)),
@@ -69,7 +70,7 @@ def _decoder(
         attention_scale=_scale(latent, fields["rope"]),
         latent=latent,
         experts=ExpertsConfig(routing, inner, layers, shared),
-        refused=reason or frequency,
+        refused=reason,
     )
 
 

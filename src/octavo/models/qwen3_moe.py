@@ -7,16 +7,14 @@ from typing import Any
 
 from octavo.layers.experts import ExpertsConfig, Routing
 from octavo.models.decoder_config import DecoderConfig, required
-from octavo.models.qwen3 import qwen3_config
+from octavo.models.qwen3 import qwen3_decoder
 
 
 def qwen3_moe_config(config: dict[str, Any]) -> DecoderConfig:
-    """Reads the `config.json` of a Qwen3MoeForCausalLM; a head has hidden_size / heads elements unless it says so."""
-    heads = required(config, "num_attention_heads")
-    head_dim = config.get("head_dim") or required(config, "hidden_size") // heads
-    window = config.get("sliding_window") if config.get("use_sliding_window", False) else None
-    decoder = qwen3_config({**config, "head_dim": head_dim})
-    return replace(decoder, windows=(window,) * decoder.num_layers, experts=_experts(config, decoder.num_layers))
+    """Reads the `config.json` of a Qwen3MoeForCausalLM, whose window is that of every layer."""
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
+    layers = required(config, "num_hidden_layers")
+    return replace(qwen3_decoder(config, (window,) * layers), experts=_experts(config, layers))
 
 
 def _experts(config: dict[str, Any], num_layers: int) -> ExpertsConfig:

@@ -78,8 +78,8 @@ experts in one tensor, and GPT-2's products. Tensor parallelism is not there yet
 
 All tests compare with transformers in float32, on small random models: *logits* of a whole prompt, in *chunks* and
 token by token in mixed batches, after a *prefix hit*, past a *window* with the blocks that slid out spoiled, *greedy*
-tokens, and *fields*: other values of the configuration's fields move the logits as in transformers, or are refused (in
-dense families each field that is read, in mixtures and DeepSeek those that are their own).
+tokens, and *fields*: another value of each field of the configuration that is read moves the logits as in transformers,
+or is refused.
 
 | family | architecture | route | attention | quantizable | tensor parallel | tested |
 |---|---|---|---|---|---|---|
