@@ -36,7 +36,8 @@ def test_walking_the_blocks_is_running_the_model(family: str) -> None:
     walker.start(batches)
     with torch.no_grad():
         for index in range(len(blocks.modules)):
-            walker.advance(index)
+            for batch in range(len(batches)):
+                walker.advance(index, batch)
         last: list[torch.Tensor] = []
         hook = blocks.modules[-1].register_forward_hook(
             lambda module, args, output: last.append(output[0] if isinstance(output, tuple) else output)

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from octavo.checkpoint.scheme import WeightScheme
-from octavo.checkpoint.shards import SHARD_BYTES
 from octavo.checkpoint.writer import (
     CompressedGroup,
     ShardWriter,
@@ -28,6 +27,8 @@ from octavo.compress.work_folder import WorkFolder
 
 REPORT = "compression_report.json"
 RECIPE = "recipe.yaml"
+CONFIG = "config.json"
+_SHARD_BYTES = 2_000_000_000  # held in memory while it is gathered
 
 
 def quantization_config(plan: Plan) -> dict[str, Any]:
@@ -70,22 +71,22 @@ def _ending(name: str) -> str:
 
 
 def write_checkpoint(
-    source: ModelSource, blocks: Blocks, plan: Plan, folder: WorkFolder, output_dir: Path
+    source: ModelSource, blocks: Blocks, plan: Plan, folder: WorkFolder, directory: Path
 ) -> dict[str, tuple[int, int]]:
     """Gather the finished blocks and all other tensors into shards; returns (elements, bytes) by tensor name."""
-    writer = ShardWriter(output_dir)
+    writer = ShardWriter(directory, _SHARD_BYTES)
     sizes: dict[str, tuple[int, int]] = {}
     for name, tensor in _all_tensors(source, blocks, folder):
         writer.add(name, tensor)
         sizes[name] = (tensor.numel(), tensor.numel() * tensor.element_size())
     writer.close()
-    source.save_files(output_dir)
-    write_json(output_dir / "config.json", config_of(source, plan))
+    source.save_files(directory)
+    write_json(directory / CONFIG, config_of(source, plan))
     return sizes
 
 
 def _all_tensors(source: ModelSource, blocks: Blocks, folder: WorkFolder) -> Iterator[tuple[str, Tensor]]:
-    yield from source.stored("", skip=f"{blocks.prefix}.")
+    yield from folder.outside() or source.stored("", (f"{blocks.prefix}.",))
     for index in range(len(blocks.modules)):
         yield from folder.tensors(index)
 
@@ -111,7 +112,7 @@ def attach_save(source: ModelSource, plan: Plan, results: list[LayerResult], rec
     original = source.model.save_pretrained
 
     def save_pretrained(
-        self: Any, save_directory: str | Path, save_compressed: bool = True, max_shard_size: int = SHARD_BYTES
+        self: Any, save_directory: str | Path, save_compressed: bool = True, max_shard_size: int = _SHARD_BYTES
     ) -> None:
         if not save_compressed:
             original(save_directory)
@@ -127,7 +128,7 @@ def attach_save(source: ModelSource, plan: Plan, results: list[LayerResult], rec
                 writer.add(stored_name, stored)
         writer.close()
         source.save_files(directory)
-        write_json(directory / "config.json", config_of(source, plan))
+        write_json(directory / CONFIG, config_of(source, plan))
         (directory / RECIPE).write_text(recipe, encoding="utf-8")
 
     source.model.save_pretrained = types.MethodType(save_pretrained, source.model)

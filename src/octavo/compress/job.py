@@ -19,19 +19,24 @@ from octavo.checkpoint.writer import write_json
 from octavo.compress.assignment import Plan, make_plan
 from octavo.compress.blocks import Blocks, find_blocks
 from octavo.compress.calibration import CalibrationData, CalibrationSpec, load_calibration
-from octavo.compress.export import RECIPE, REPORT, attach_copy, attach_save, write_checkpoint
+from octavo.compress.chain import check_chain
+from octavo.compress.export import CONFIG, RECIPE, REPORT, attach_copy, attach_save, write_checkpoint
 from octavo.compress.memory import reused_buffers
 from octavo.compress.model_source import ModelSource
 from octavo.compress.modifiers.base import LayerResult, Modifier
 from octavo.compress.pipeline import BlockPipeline
 from octavo.compress.recipe import dump_recipe
 from octavo.compress.report import environment, layer_entry, size_report
-from octavo.compress.work_folder import WorkFolder
+from octavo.compress.survey import survey
+from octavo.compress.walker import Keep
+from octavo.compress.work_folder import WorkFolder, remove_work
 from octavo.errors import UserError
 from octavo.folders import output_folder
+from octavo.ops.device import free_device_memory
 from octavo.progress import Progress
 
 _ONE_BATCH_BYTES = 3_000_000_000  # activations of the whole calibration set in one block that are still held at once
+_MUCH = 1_000_000_000  # bytes of inputs that are kept from one block to the next
 
 
 @dataclass
@@ -44,6 +49,7 @@ class CompressionResult:
 
 def plan_of(model: Any, modifiers: list[Modifier]) -> tuple[Blocks, Plan]:
     """The blocks of a model, which may be empty, and what a recipe does to them. UserError when it cannot be done."""
+    check_chain(modifiers)
     blocks = find_blocks(model)
     return blocks, make_plan(model, blocks, modifiers)
 
@@ -68,31 +74,44 @@ class CompressionJob:
             self._check_folder(output_dir)
         data = self._calibration()
         fingerprint = self._fingerprint(data)
-        recipe = dump_recipe(self.modifiers)
-        folder = None
-        if output_dir is not None:
-            if resume and (finished := _finished(output_dir, fingerprint)) is not None:
-                self._restore(output_dir)
-                return CompressionResult(output_dir, finished)
-            folder = WorkFolder(output_dir, fingerprint, resume)
-        pipeline = BlockPipeline(self.source, self.blocks, self.plan, self._batches(data))
-        with Progress(len(self.blocks.modules), "compressing", unit="blocks") as progress, reused_buffers():
-            results = pipeline.run(folder, lambda done: progress.advance(_errors(done)))
-        report = self._report(data, fingerprint, recipe, results, pipeline)
+        if resume and output_dir is not None and (finished := _finished(output_dir, fingerprint)) is not None:
+            remove_work(output_dir)
+            self._restore(output_dir)
+            return CompressionResult(output_dir, finished)
+        batches = self._batches(data)
+        folder = None if output_dir is None else WorkFolder(output_dir, fingerprint, resume)
+        self.plan.notes += survey(self.source, self.blocks, self.plan, batches)
+        pipeline = BlockPipeline(self.source, self.blocks, self.plan, batches, self._keep(data), self.spec.seed)
+        results = self._compress(pipeline, folder, batches)
+        report = self._report(data, fingerprint, results, pipeline)
         if output_dir is None or folder is None:
-            attach_save(self.source, self.plan, results, recipe)
-            return CompressionResult(None, report)
-        writing = time.perf_counter()
-        sizes = write_checkpoint(self.source, self.blocks, self.plan, folder, output_dir)
-        (output_dir / RECIPE).write_text(recipe, encoding="utf-8")
-        report["size"] = self._sizes(sizes, results)
-        seconds = report["seconds"]
-        seconds["write"] = seconds.get("write", 0.0) + time.perf_counter() - writing
-        seconds["total"] = time.perf_counter() - started
-        write_json(output_dir / REPORT, report)
-        folder.remove()
-        attach_copy(self.source, output_dir)
+            attach_save(self.source, self.plan, results, dump_recipe(self.modifiers))
+        else:
+            self._write(folder, output_dir, results, report, started)
         return CompressionResult(output_dir, report)
+
+    def _compress(self, pipeline: BlockPipeline, folder: WorkFolder | None, batches: list[Tensor]) -> list[LayerResult]:
+        largest = max((batch.numel() for batch in batches), default=0) * self._inner() * 4
+        with Progress(len(self.blocks.modules), "compressing", unit="blocks") as progress, reused_buffers(largest):
+            progress.update(0 if folder is None else folder.count(), note="starting")
+            return pipeline.run(folder, lambda done, note: progress.update(done, note=note))
+
+    def _write(
+        self, folder: WorkFolder, output_dir: Path, results: list[LayerResult], report: dict[str, Any], started: float
+    ) -> None:
+        """The checkpoint and its report, all of it or nothing."""
+        writing = time.perf_counter()
+        with folder.checkpoint() as directory:
+            sizes = write_checkpoint(self.source, self.blocks, self.plan, folder, directory)
+            (directory / RECIPE).write_text(report["recipe"], encoding="utf-8")
+            report["size"] = self._sizes(sizes, results)
+            seconds = report["seconds"]
+            seconds["write"] = seconds.get("write", 0.0) + time.perf_counter() - writing
+            seconds["total"] = time.perf_counter() - started
+            report["peak_memory_bytes"] = peak_memory()
+            write_json(directory / REPORT, report)
+        folder.publish(last=CONFIG)
+        attach_copy(self.source, output_dir)
 
     def _check_folder(self, output_dir: Path) -> None:
         if self.source.path is not None and output_dir.resolve() == self.source.path.resolve():
@@ -130,9 +149,21 @@ class CompressionJob:
         return [torch.cat(samples[start : start + size]) for start in range(0, len(samples), size)]
 
     def _fits(self, tokens: int) -> bool:
+        hidden = self.source.model.config.get_text_config().hidden_size
+        return tokens * (6 * hidden + 4 * self._inner()) * self.source.compute_dtype.itemsize <= _ONE_BATCH_BYTES
+
+    def _inner(self) -> int:
         config = self.source.model.config.get_text_config()
-        inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        return tokens * (6 * config.hidden_size + 4 * inner) * 4 <= _ONE_BATCH_BYTES
+        return getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+
+    def _keep(self, data: CalibrationData | None) -> Keep:
+        """Where the blocks' inputs wait: in 16 bits, as the model itself has them, where float32 would take much."""
+        source = self.source
+        values = (0 if data is None else data.tokens) * source.model.config.get_text_config().hidden_size
+        short = source.dtype.itemsize == 2 and values * source.compute_dtype.itemsize > _MUCH
+        dtype = source.dtype if short else source.compute_dtype
+        on_device = source.device.type == "cpu" or values * dtype.itemsize < free_device_memory(source.device) // 2
+        return Keep(source.device if on_device else torch.device("cpu"), dtype)
 
     def _fingerprint(self, data: CalibrationData | None) -> dict[str, str]:
         config = json.dumps(self.source.config_dict(), sort_keys=True, default=str)
@@ -150,7 +181,6 @@ class CompressionJob:
         self,
         data: CalibrationData | None,
         fingerprint: dict[str, str],
-        recipe: str,
         results: list[LayerResult],
         pipeline: BlockPipeline,
     ) -> dict[str, Any]:
@@ -163,7 +193,7 @@ class CompressionJob:
         return {
             "model": self.source.name,
             "algorithm": "+".join(kinds),
-            "recipe": recipe,
+            "recipe": dump_recipe(self.modifiers),
             "calibration": calibration,
             "layers": [layer_entry(result) for result in results],
             "mean_error": sum(result.error for result in results) / max(len(results), 1),
@@ -181,14 +211,10 @@ class CompressionJob:
         return size_report(sizes, results, embedding, output, self.source.dtype.itemsize)
 
 
-def _errors(results: list[LayerResult]) -> str:
-    return " ".join(["error", *(f"{result.name.rpartition('.')[2]} {result.error:.4f}" for result in results)])
-
-
 def _finished(output_dir: Path, fingerprint: dict[str, str]) -> dict[str, Any] | None:
     """The report of a run that was finished and is the same, else None."""
     path = output_dir / REPORT
-    if not path.is_file():
+    if not path.is_file() or not (output_dir / CONFIG).is_file():
         return None
     report = json.loads(path.read_text(encoding="utf-8"))
     return report if report.get("fingerprint") == fingerprint else None

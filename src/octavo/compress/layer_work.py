@@ -69,7 +69,8 @@ class LayerWork:
                     f"{result.name}: {inputs.non_finite} calibration tokens had non-finite inputs and were left out"
                 )
             self.results[result.name] = result
-            rewrite(group[result.name], layer.weight if result.codes is None else restored(result))
+            stored = layer.weight.to(self.source.dtype) if result.codes is None else restored(result)
+            rewrite(group[result.name], stored)
 
     @staticmethod
     def _prune(pruner: Pruner, layers: list[LinearLayer], inputs: InputStatistics | None) -> dict[str, PrunedLayer]:
@@ -80,8 +81,8 @@ class LayerWork:
 
     def _layer(self, name: str, module: nn.Linear) -> LinearLayer:
         weight = module.weight.detach().float()
-        bad = int((~torch.isfinite(weight)).sum())
-        if bad:
+        if not bool(torch.isfinite(weight.sum(dtype=torch.float64))):
+            bad = int((~torch.isfinite(weight)).sum())
             raise CheckpointError(
                 f"{self.source.name}: {name}.weight has {bad} values that are not finite; the checkpoint is broken, "
                 "download it again"

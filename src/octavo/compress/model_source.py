@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,22 +16,27 @@ from torch.overrides import TorchFunctionMode
 
 from octavo.checkpoint.reader import Checkpoint, load_tokenizer, open_checkpoint
 from octavo.compress.blocks import refuse_unless_chain
+from octavo.engine.loading import pick_device
 from octavo.errors import CheckpointError, UnsupportedModelError, UserError
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+Skip = tuple[str, ...]  # beginnings of full names
 
 
 class ModelSource(ABC):
     """A transformers model whose tensors come and go by module.
 
-    `model` is the PreTrainedModel, `name` what the user called it, `path` where it was read from if known, `dtype` the
-    dtype that unquantized tensors and scales are stored in, `keep` whether tensors stay in the model after use,
-    `tokenizer` None when there is none.
+    `model` is the PreTrainedModel, `name` what the user called it, `path` where it was read from if known, `device`
+    where its modules run, `compute_dtype` the dtype they run in, `dtype` the one that unquantized tensors and scales
+    are stored in, `keep` whether tensors stay in the model after use, `tokenizer` None when there is none.
     """
 
     model: Any
     name: str
     path: Path | None
+    device: torch.device
+    compute_dtype: torch.dtype
     dtype: torch.dtype
     keep: bool
     tokenizer: Any
@@ -40,19 +46,22 @@ class ModelSource(ABC):
         """config.json's content, without a quantization_config."""
 
     @abstractmethod
-    def fill(self, module: nn.Module, prefix: str, skip: str | None = None) -> None:
-        """Give the tensors of `module` (full name `prefix`, "" for the model) their values; `skip` is a prefix."""
+    def fill(self, module: nn.Module, prefix: str, skip: Skip = ()) -> None:
+        """Give the tensors of `module` (full name `prefix`, "" for the model) their values, but those below `skip`."""
+
+    def fetch(self, module: nn.Module, prefix: str) -> None:  # noqa: B027 - there may be nothing to read
+        """`fill` will be called with these next: begin to read."""
 
     @abstractmethod
-    def release(self, module: nn.Module) -> None:
-        """The tensors of `module` are not needed any more."""
+    def release(self, module: nn.Module, prefix: str, skip: Skip = ()) -> None:
+        """The tensors of `module`, but those below `skip`, are not needed any more."""
 
     @abstractmethod
     def untie(self) -> None:
         """Give the output layer a weight of its own, if it shares that of the input embeddings; before `fill`."""
 
     @abstractmethod
-    def stored(self, prefix: str, skip: str | None = None) -> Iterator[tuple[str, Tensor]]:
+    def stored(self, prefix: str, skip: Skip = ()) -> Iterator[tuple[str, Tensor]]:
         """Name and value, as they are to be stored, of the tensors below `prefix` but not below `skip`.
 
         The value is what the model holds now, or the checkpoint's where the model holds none.
@@ -70,11 +79,13 @@ class ModelSource(ABC):
 class LoadedSource(ModelSource):
     """A PreTrainedModel in memory; it is changed in place."""
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, device: torch.device | None = None) -> None:
         refuse_unless_chain(model.config, type(model).__name__)
         self.model = model.eval()
         self.name = model.config._name_or_path or type(model).__name__
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        self.compute_dtype = self.dtype
+        self.device, self._home = device or model.device, model.device
         self._tokenizer = tokenizer
         self.keep = True
         self.path = Path(model.config._name_or_path) if model.config._name_or_path else None
@@ -97,11 +108,13 @@ class LoadedSource(ModelSource):
         config["architectures"] = [type(self.model).__name__]
         return json.loads(json.dumps(config, default=lambda value: str(value).removeprefix("torch.")))
 
-    def fill(self, module: nn.Module, prefix: str, skip: str | None = None) -> None:
-        """Everything is there."""
+    def fill(self, module: nn.Module, prefix: str, skip: Skip = ()) -> None:
+        """Everything is there, at most on another device."""
+        _move(module, prefix, skip, self.device)
 
-    def release(self, module: nn.Module) -> None:
+    def release(self, module: nn.Module, prefix: str, skip: Skip = ()) -> None:
         """Everything stays, it is the caller's model."""
+        _move(module, prefix, skip, self._home)
 
     def untie(self) -> None:
         output = self.model.get_output_embeddings()
@@ -110,15 +123,26 @@ class LoadedSource(ModelSource):
         self.model.config.get_text_config().tie_word_embeddings = False
         self.model.config.tie_word_embeddings = False
 
-    def stored(self, prefix: str, skip: str | None = None) -> Iterator[tuple[str, Tensor]]:
+    def stored(self, prefix: str, skip: Skip = ()) -> Iterator[tuple[str, Tensor]]:
         tied = getattr(self.model.config, "tie_word_embeddings", False)
         output = self.model.get_output_embeddings() if tied else None
         for name, tensor in self.model.state_dict().items():
             is_tied = (
                 output is not None and name.endswith("lm_head.weight") and tensor.data_ptr() == _input_ptr(self.model)
             )
-            if name.startswith(prefix) and not (skip and name.startswith(skip)) and not is_tied:
+            if name.startswith(prefix) and not name.startswith(skip) and not is_tied:
                 yield name, tensor
+
+
+def _move(module: nn.Module, prefix: str, skip: Skip, device: torch.device) -> None:
+    for name, tensor in module.state_dict(prefix=f"{prefix}." if prefix else "", keep_vars=True).items():
+        if tensor.device != device and not name.startswith(skip):
+            tensor.data = tensor.data.to(device)
+    for name, owner in module.named_modules():
+        for leaf in owner._non_persistent_buffers_set:
+            buffer = owner._buffers[leaf]
+            if buffer is not None and not f"{prefix}.{name}.".lstrip(".").startswith(skip):
+                owner._buffers[leaf] = buffer.to(device)
 
 
 def _input_ptr(model: Any) -> int:
@@ -126,19 +150,29 @@ def _input_ptr(model: Any) -> int:
 
 
 class CheckpointSource(ModelSource):
-    """A checkpoint on disk and an empty transformers model; `keep` leaves what was filled in place."""
+    """A checkpoint on disk and an empty transformers model; `keep` leaves what was filled, in the host's memory."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, tokenizer: Any = None, keep: bool = False) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        name: str,
+        tokenizer: Any = None,
+        keep: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
         self.checkpoint, self.name, self.keep = checkpoint, name, keep
         self.path = checkpoint.path
+        self.device = device or torch.device("cpu")
         self._tokenizer = tokenizer
         self._untied = False
         config = self.config_dict()
         self.dtype = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
-        self.compute_dtype = torch.bfloat16 if self.dtype == torch.bfloat16 and has_amx() else torch.float32
-        self.model = empty_model(config, self.compute_dtype)
+        self.compute_dtype = compute_dtype(self.dtype, self.device)
+        self.model = empty_model(config, self.compute_dtype, self.device)
         self._tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
         self._names = self._checkpoint_names()
+        self._reader: ThreadPoolExecutor | None = None
+        self._coming: dict[str, Future[dict[str, Tensor]]] = {}
 
     @property
     def tokenizer(self) -> Any:  # type: ignore[override]
@@ -172,15 +206,30 @@ class CheckpointSource(ModelSource):
     def _tensor(self, name: str, shape: torch.Size) -> Tensor:
         return self.checkpoint.tensor(self._names[name], tuple(shape))
 
-    def fill(self, module: nn.Module, prefix: str, skip: str | None = None) -> None:
-        for name, old in list(module.state_dict(keep_vars=True).items()):
-            full = f"{prefix}.{name}" if prefix else name
-            if (skip and full.startswith(skip)) or full not in self._names:
-                continue
-            tensor = self._tensor(full, old.shape)
-            assign(module, name, tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor)
+    def fill(self, module: nn.Module, prefix: str, skip: Skip = ()) -> None:
+        coming = self._coming.pop(prefix, None)
+        fetched = {} if coming is None else coming.result()
+        for full, old in self._wanted(module, prefix, skip):
+            tensor = fetched.pop(full) if full in fetched else self._tensor(full, old.shape)
+            dtype = self.compute_dtype if tensor.is_floating_point() else tensor.dtype
+            assign(module, full.removeprefix(f"{prefix}."), tensor.to(self.device, dtype, non_blocking=True))
         if not prefix and not self._untied:
             self.model.tie_weights()
+
+    def _wanted(self, module: nn.Module, prefix: str, skip: Skip) -> list[tuple[str, Tensor]]:
+        """Full names of a module's tensors that the checkpoint has, and what stands in their place."""
+        held = module.state_dict(prefix=f"{prefix}." if prefix else "", keep_vars=True)
+        return [(name, old) for name, old in held.items() if name in self._names and not name.startswith(skip)]
+
+    def fetch(self, module: nn.Module, prefix: str) -> None:
+        """Reads in a thread, into memory that a GPU copies from. A CPU is busy, and its memory is spared."""
+        if self.device.type != "cuda":
+            return
+        wanted = [(name, old.shape) for name, old in self._wanted(module, prefix, ())]
+        self._reader = self._reader or ThreadPoolExecutor(1)
+        self._coming[prefix] = self._reader.submit(
+            lambda: {name: self._tensor(name, shape).pin_memory() for name, shape in wanted}
+        )
 
     def untie(self) -> None:
         output = self.model.get_output_embeddings()
@@ -194,16 +243,20 @@ class CheckpointSource(ModelSource):
         self._tied, self._untied = self._tied - {weight}, True
         self.model.config.tie_word_embeddings = False
 
-    def release(self, module: nn.Module) -> None:
-        if self.keep:
-            return
-        for name, value in list(module.named_parameters()):
-            assign(module, name, value.to("meta"))
+    def release(self, module: nn.Module, prefix: str, skip: Skip = ()) -> None:
+        to = "cpu" if self.keep else "meta"
+        moved: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one
+        for name, value in list(module.named_parameters(prefix=prefix, remove_duplicate=False)):
+            if not name.startswith(skip) and value.device.type not in (to, "meta"):
+                path, _, leaf = name.removeprefix(f"{prefix}.").rpartition(".")
+                if value not in moved:
+                    moved[value] = nn.Parameter(value.to(to), requires_grad=False)
+                module.get_submodule(path)._parameters[leaf] = moved[value]
 
-    def stored(self, prefix: str, skip: str | None = None) -> Iterator[tuple[str, Tensor]]:
+    def stored(self, prefix: str, skip: Skip = ()) -> Iterator[tuple[str, Tensor]]:
         held = self.model.state_dict()
         for name in self._names:
-            if name.startswith(prefix) and not (skip and name.startswith(skip)) and name not in self._tied:
+            if name.startswith(prefix) and not name.startswith(skip) and name not in self._tied:
                 tensor = held[name] if not held[name].is_meta else self._tensor(name, held[name].shape)
                 yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
@@ -215,22 +268,29 @@ class CheckpointSource(ModelSource):
 
 
 def open_source(
-    model: Any, tokenizer: Any = None, keep: bool = False, check: Callable[[Any], object] = lambda model: None
+    model: Any,
+    tokenizer: Any = None,
+    keep: bool = False,
+    check: Callable[[Any], object] = lambda model: None,
+    device: str = "cpu",
 ) -> ModelSource:
     """A source for a model's name or path, or for a loaded model. UserError's kinds say why one cannot be had.
+
+    `device` is where its blocks will run: "cpu", "cuda", or "auto", the GPU where there is one.
 
     A checkpoint whose tensors do not have the names of the model's modules (GPT-NeoX) is loaded whole by transformers.
     That takes long, so `check` is called with the empty model before; what it raises ends it.
     """
+    place = pick_device(device)
     if isinstance(model, nn.Module):
-        return LoadedSource(model, tokenizer)
+        return LoadedSource(model, tokenizer, place)
     checkpoint = open_checkpoint(model)
     try:
-        return CheckpointSource(checkpoint, str(model), tokenizer, keep)
+        return CheckpointSource(checkpoint, str(model), tokenizer, keep, place)
     except _OtherNamesError as error:
         check(error.model)
         loaded = _load_whole(checkpoint, error)
-        return LoadedSource(loaded, checkpoint.load_tokenizer() if tokenizer is None else tokenizer)
+        return LoadedSource(loaded, checkpoint.load_tokenizer() if tokenizer is None else tokenizer, place)
 
 
 class _OtherNamesError(CheckpointError):
@@ -267,6 +327,12 @@ def _quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
+def compute_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype that blocks run in: that of the checkpoint where the device multiplies it faster, else float32."""
+    fast = device.type == "cuda" or (stored == torch.bfloat16 and has_amx())
+    return stored if fast else torch.float32
+
+
 def has_amx() -> bool:
     """Whether the CPU multiplies bfloat16 tiles; without them bfloat16 layers are no faster than float32 ones."""
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
@@ -283,8 +349,11 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
-    """The causal language model of a config without memory for its weights; UnsupportedModelError if there is none."""
+def empty_model(config: dict[str, Any], dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
+    """The causal language model of a config without memory for its weights; UnsupportedModelError if there is none.
+
+    Buffers that are computed are on `device`.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     content = {key: value for key, value in config.items() if key not in ("model_type", "torch_dtype", "dtype")}
@@ -296,7 +365,7 @@ def empty_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
         ) from None
     refuse_unless_chain(parsed, str(config.get("architectures", [parsed.model_type])[0]))
     try:
-        with _EmptyOnMeta():
+        with torch.device(device), _EmptyOnMeta():
             model = AutoModelForCausalLM.from_config(parsed, dtype=dtype)
     except ValueError as error:
         raise UnsupportedModelError(f"model_type {parsed.model_type!r}: {str(error).splitlines()[0][:200]}") from None

@@ -24,22 +24,36 @@ from octavo.compress.model_source import ModelSource
 from octavo.compress.modifiers.base import LayerResult, Transform
 from octavo.compress.phases import Phases
 from octavo.compress.statistics import InputStatistics
-from octavo.compress.walker import BlockWalker
+from octavo.compress.walker import BlockWalker, Keep
 from octavo.compress.work_folder import WorkFolder
 
-Progress = Callable[[list[LayerResult]], None]  # called with the layers of each block that is done
+Progress = Callable[[float, str | None], None]  # blocks that are done, with the share of the one in hand, and a note
 Group = dict[str, nn.Linear]  # layers that read the same input, by full name
 
 
 class BlockPipeline:
-    """Runs a plan over the blocks of a model; `phases` has the seconds by phase, `notes` what transforms said."""
+    """Runs a plan over the blocks of a model; `phases` has the seconds by phase, `notes` what transforms said.
 
-    def __init__(self, source: ModelSource, blocks: Blocks, plan: Plan, batches: list[Tensor]) -> None:
-        self.source, self.blocks, self.plan, self.batches = source, blocks, plan, batches
-        self.phases = Phases()
+    Whatever draws random numbers draws the same in a block, whether the blocks before it were resumed or not.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        blocks: Blocks,
+        plan: Plan,
+        batches: list[Tensor],
+        keep: Keep | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.source, self.blocks, self.plan, self.batches, self.seed = source, blocks, plan, batches, seed
+        self.phases = Phases(source.device)
         self.notes: list[str] = []
-        self._walker = BlockWalker(source.model, blocks)
+        self._walker = BlockWalker(source.model, blocks, source.device, keep)
         self._work = LayerWork(source, plan, self.phases)
+        self._inside = (f"{blocks.prefix}.",)
+        self._progress: Progress = lambda done, note: None
+        self._done = 0.0
 
     @torch.no_grad()
     def run(self, folder: WorkFolder | None, progress: Progress) -> list[LayerResult]:
@@ -48,30 +62,59 @@ class BlockPipeline:
         With a folder the codes of a stored block are dropped from the results (they are in its file).
         """
         everything: list[LayerResult] = []
-        self._begin()
+        self._progress = progress
+        self._begin(folder)
         for index, block in enumerate(self.blocks.modules):
+            self._done = float(index)
+            if index + 1 < len(self.blocks.modules) and self._is_read(index + 1, folder):
+                self.source.fetch(self.blocks.modules[index + 1], self.blocks.name(index + 1))
             results = self._block(index, block, folder)
             if folder is not None:
                 for result in results:
                     result.codes = None
             everything += results
             with self.phases("read"):
-                self.source.release(block)
-            progress(results)
+                self.source.release(block, self.blocks.name(index))
+            progress(index + 1, _errors(results))
         return everything
 
-    def _begin(self) -> None:
+    def _is_read(self, index: int, folder: WorkFolder | None) -> bool:
+        return bool(self.batches) or self.source.keep or folder is None or not folder.has(index)
+
+    def _begin(self, folder: WorkFolder | None) -> None:
+        """What lies outside the blocks is changed and used once; it is read again where it is stored."""
+        transforms = self.plan.transforms
         with self.phases("read"):
-            if any(transform.unties_embeddings for transform in self.plan.transforms):
+            if any(transform.unties_embeddings for transform in transforms):
                 self.source.untie()
-            self.source.fill(self.source.model, "", skip=f"{self.blocks.prefix}.")
+            self.source.fill(self.source.model, "", self._unneeded())
         with self.phases("transform"):
-            for transform in self.plan.transforms:
+            for transform in transforms:
                 transform.read(self.source.model, "")
+        self._settle(self.source.model, "", skip=self._inside)
+        if folder is not None and transforms:
+            with self.phases("write"):
+                folder.save_outside(dict(self.source.stored("", self._inside)))
         if self.batches:
             self._read(0)
             with self.phases("forward"):
                 self._walker.start(self.batches)
+        with self.phases("read"):
+            self.source.release(self.source.model, "", self._inside)
+
+    def _unneeded(self) -> tuple[str, ...]:
+        """Beginnings of names that nothing asks for at the start: the blocks and, mostly, the output layer."""
+        if self.plan.transforms or self.source.keep:
+            return self._inside
+        output = self.source.model.get_output_embeddings()
+        names = [f"{name}." for name, module in self.source.model.named_modules() if module is output]
+        return (*self._inside, *names) if self.batches else ("",)
+
+    def _settle(self, module: nn.Module, prefix: str, skip: tuple[str, ...]) -> None:
+        """Round to what will be stored: later layers see that, and a resumed run sees the same."""
+        for name, value in module.named_parameters(prefix=prefix):
+            if value.is_floating_point() and not value.is_meta and not name.startswith(skip):
+                value.copy_(value.to(self.source.dtype))
 
     def _read(self, index: int) -> None:
         block, name = self.blocks.modules[index], self.blocks.name(index)
@@ -82,26 +125,31 @@ class BlockPipeline:
                 transform.read(block, name)
 
     def _block(self, index: int, block: nn.Module, folder: WorkFolder | None) -> list[LayerResult]:
-        layers = {full: module for full, module in self.blocks.linears(index) if full in self.plan.layers}
+        name = self.blocks.name(index)
         done = None if folder is None else folder.load(index)
         if done is not None:
-            if self.batches or self.source.keep:
+            if self._is_read(index, folder):
                 with self.phases("read"):
-                    self.source.fill(block, self.blocks.name(index))
-                    done.restore(block, self.blocks.name(index))
+                    self.source.fill(block, name)
+                    done.restore(block, name)
             self.notes += done.notes
+            self._progress(index, "going through finished blocks")
             self._advance(index)
             return done.results
         if index > 0 or not self.batches:
             self._read(index)
+        torch.manual_seed(self.seed + index)
         notes = [note for transform in self.plan.transforms for note in self._transform(index, transform)]
         self.notes += notes
+        layers = {full: module for full, module in self.blocks.linears(index) if full in self.plan.layers}
+        quantized = {full for full in layers if self.plan.layers[full].quantizer is not None}
+        self._settle(block, name, skip=tuple(f"{full}.weight" for full in quantized))
         self._work.begin()
         self._compress(index, layers)
         results = [self._work.results[full] for full in layers]
         if folder is not None:
             with self.phases("write"):
-                folder.save(index, results, dict(self.source.stored(f"{self.blocks.name(index)}.")), notes)
+                folder.save(index, results, self.source.stored(f"{name}."), notes)
         return results
 
     def _transform(self, index: int, transform: Transform) -> list[str]:
@@ -135,21 +183,30 @@ class BlockPipeline:
             return
         if self.batches and needs_data:
             with _hooks(groups, self._work.observe):
-                self._forward(index)
+                self._forward(index, 0.5)
         for group in groups:
             self._work.change(group)
         self._advance(index)
 
-    def _forward(self, index: int) -> None:
+    def _forward(self, index: int, share: float = 0.0) -> None:
+        """All batches through block `index`, which is `share` of the work on it."""
         for batch in range(len(self.batches)):
             with self.phases("forward"):
                 self._walker.run(index, batch)
+            self._step(share)
 
     def _advance(self, index: int) -> None:
         # Nothing comes after the last block, except that in one pass its layers are changed while it runs.
-        if self.batches and (index + 1 < len(self.blocks.modules) or len(self.batches) == 1):
-            with self.phases("forward"):
-                self._walker.advance(index)
+        if index + 1 < len(self.blocks.modules) or len(self.batches) == 1:
+            for batch in range(len(self.batches)):
+                with self.phases("forward"):
+                    self._walker.advance(index, batch)
+                self._step(0.25)
+
+    def _step(self, share: float) -> None:
+        self._done += share / len(self.batches)
+        if share:
+            self._progress(self._done, None)
 
     def _groups(self, index: int, layers: Group) -> list[Group]:
         """Layers that read the same input and have the same modifiers, in the order in which they run.
@@ -186,3 +243,7 @@ def _hooks(groups: list[Group], action: Callable[[Group, Tensor], None]) -> Iter
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _errors(results: list[LayerResult]) -> str:
+    return " ".join(["error", *(f"{result.name.rpartition('.')[2]} {result.error:.4f}" for result in results)])

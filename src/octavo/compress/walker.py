@@ -8,6 +8,7 @@ that each block is run on its own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,36 +20,59 @@ from octavo.errors import UnsupportedModelError
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # a block's arguments without the hidden states
 
 
-class BlockWalker:
-    """Runs the blocks of `model` on batches of token ids; `hidden` holds each batch's input to the next block."""
+@dataclass(frozen=True)
+class Keep:
+    """Where the blocks' inputs wait, and in which dtype (None: the one they are computed in)."""
 
-    def __init__(self, model: Any, blocks: Blocks) -> None:
-        self.model, self.blocks = model, blocks
+    device: torch.device
+    dtype: torch.dtype | None = None
+
+
+class BlockWalker:
+    """Runs the blocks of `model` on batches of token ids; `hidden` holds each batch's input to the next block.
+
+    The blocks run on `device`. The inputs wait as `keep` says, each in one place from the first block to the last.
+    """
+
+    def __init__(
+        self, model: Any, blocks: Blocks, device: torch.device | str = "cpu", keep: Keep | None = None
+    ) -> None:
+        self.model, self.blocks, self.device = model, blocks, torch.device(device)
+        self.keep = keep or Keep(self.device)
         self.calls: list[list[Call]] = []  # [batch][block]
         self.hidden: list[Tensor] = []
         self.groups: list[list[str]] = []  # linear layers of a block that read the same tensor, names within the block
         self._extras: tuple[Any, ...] | None = None  # what a block returns besides its output; None: no tuple
+        self._dtype = torch.float32
 
     def start(self, batches: list[Tensor]) -> None:
         """Take the batches, each int64 [B, T]. Block 0 must be filled, for it is run once, on one sequence."""
-        batches = [batch.to(self.model.device) for batch in batches]
-        self._probe(batches[0][:1])
+        self._probe(batches[0][:1].to(self.device))
+        once = _Once()
         for batch in batches:
             recorder = _Recorder(self._extras)
-            self._run_model(batch, recorder)
-            self.calls.append(recorder.calls)
-            self.hidden.append(recorder.first)
+            self._run_model(batch.to(self.device), recorder)
+            self.calls.append(once.of(recorder.calls))
+            self._dtype = recorder.first.dtype
+            self.hidden.append(self._kept(recorder.first))
+
+    def _kept(self, hidden: Tensor) -> Tensor:
+        pinned = self.device.type == "cuda" and self.keep.device.type == "cpu"
+        place = torch.empty(
+            hidden.shape, dtype=self.keep.dtype or hidden.dtype, device=self.keep.device, pin_memory=pinned
+        )
+        return place.copy_(hidden)
 
     def run(self, index: int, batch: int) -> Tensor:
         """Output of block `index` on the current input of a batch."""
         args, kwargs = self.calls[batch][index]
-        output = self.blocks.modules[index](self.hidden[batch], *args, **kwargs)
+        hidden = self.hidden[batch].to(self.device, self._dtype, non_blocking=True)
+        output = self.blocks.modules[index](hidden, *args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
 
-    def advance(self, index: int) -> None:
-        """Run block `index` on all batches; its outputs become the inputs of the next."""
-        for batch in range(len(self.hidden)):
-            self.hidden[batch] = self.run(index, batch)
+    def advance(self, index: int, batch: int) -> None:
+        """Run block `index` on a batch; its output becomes the input of the next."""
+        self.hidden[batch].copy_(self.run(index, batch))
 
     def _probe(self, batch: Tensor) -> None:
         """Run block 0 for real: the form of its output, and which of its linear layers share an input."""
@@ -84,6 +108,29 @@ def _note_input(seen: dict[int, tuple[Tensor, list[str]]], name: str) -> Callabl
         seen.setdefault(id(args[0]), (args[0], []))[1].append(name)
 
     return hook
+
+
+class _Once:
+    """Keeps one copy of tensors that are equal: batches of one shape have the same masks and rotary tables, and a mask
+    of 2,048 tokens in each of 64 batches would take a gigabyte."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+
+    def of(self, value: Any) -> Any:
+        """`value` (tensors in lists, tuples and dicts) with tensors seen before in place of equal ones."""
+        if isinstance(value, Tensor):
+            known = self._known.setdefault((value.shape, value.dtype), [])
+            for other in known:
+                if other is value or torch.equal(other, value):
+                    return other
+            known.append(value)
+            return value
+        if isinstance(value, dict):
+            return {key: self.of(item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self.of(item) for item in value)
+        return value
 
 
 class _Recorder:

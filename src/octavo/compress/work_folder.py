@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from octavo.compress.stored_layer import layer_parameters, read_layer
 from octavo.errors import UserError
 
 FOLDER = ".octavo-partial"
+CHECKPOINT = "checkpoint"  # below it: the files of the checkpoint while they are written
 
 
 @dataclass
@@ -48,7 +50,8 @@ class WorkFolder:
     """Blocks that are done, below the output directory.
 
     `fingerprint` says what the blocks were made from (model, recipe, calibration data, seed). With `resume`, a folder
-    of another fingerprint is refused with the differences; without, whatever is there is removed.
+    of another fingerprint is refused with the differences; without, whatever is there is removed. Every file is on the
+    disk before it has its name, so neither a killed process nor a power cut leaves half of one.
     """
 
     def __init__(self, output_dir: Path, fingerprint: dict[str, str], resume: bool) -> None:
@@ -57,37 +60,51 @@ class WorkFolder:
         if state.is_file() and resume:
             _check_same(json.loads(state.read_text(encoding="utf-8")), fingerprint, output_dir)
         else:
-            shutil.rmtree(self.path, ignore_errors=True)
-            self.path.mkdir(parents=True)
-            _write_whole(state, json.dumps(fingerprint, indent=2))
+            remove_work(output_dir)
+            with _written(state):
+                self.path.mkdir(parents=True)
+                write_text(state, json.dumps(fingerprint, indent=2))
 
     def _file(self, index: int) -> Path:
         return self.path / f"block-{index:05d}.safetensors"
 
-    def save(self, index: int, results: list[LayerResult], tensors: dict[str, Tensor], notes: list[str]) -> None:
+    @property
+    def _outside(self) -> Path:
+        return self.path / "outside.safetensors"
+
+    def save(
+        self, index: int, results: list[LayerResult], tensors: Iterable[tuple[str, Tensor]], notes: list[str]
+    ) -> None:
         """Write a block: the layers that were quantized as such, its other `tensors` as they are.
 
         It is there as a whole or not at all.
         """
-        stored = dict(tensors)
-        for result in results:
-            if result.codes is not None:
-                del stored[f"{result.name}.weight"]
-                stored |= layer_parameters(result)
+        quantized = {f"{result.name}.weight": result for result in results if result.codes is not None}
+        stored: dict[str, Tensor] = {}
+        for name, tensor in tensors:
+            stored |= layer_parameters(quantized[name]) if name in quantized else {name: tensor}
         about = {"layers": json.dumps([_entry(result) for result in results]), "notes": json.dumps(notes)}
-        part = self._file(index).with_suffix(".part")
-        contiguous = {name: tensor.contiguous() for name, tensor in stored.items()}
-        try:
-            save_file(contiguous, part, metadata=about)
-            os.replace(part, self._file(index))
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{part} cannot be written ({error}); free some space and go on with --resume, nothing else is lost"
-            ) from error
+        _save(self._file(index), stored, about)
+
+    def save_outside(self, tensors: dict[str, Tensor]) -> None:
+        """Write what a transform made of the tensors outside the blocks."""
+        _save(self._outside, tensors, {})
+
+    def outside(self) -> Iterator[tuple[str, Tensor]] | None:
+        """What `save_outside` wrote, or None."""
+        return _tensors(self._outside) if self._outside.is_file() else None
+
+    def has(self, index: int) -> bool:
+        """Whether a block is done."""
+        return self._file(index).is_file()
+
+    def count(self) -> int:
+        """How many blocks are done."""
+        return len(list(self.path.glob("block-*.safetensors")))
 
     def load(self, index: int) -> StoredBlock | None:
         """A block that is done, else None."""
-        if not self._file(index).is_file():
+        if not self.has(index):
             return None
         with safe_open(self._file(index), framework="pt") as file:
             about = file.metadata()
@@ -99,13 +116,96 @@ class WorkFolder:
 
     def tensors(self, index: int) -> Iterator[tuple[str, Tensor]]:
         """All tensors of a block, as the checkpoint holds them."""
-        with safe_open(self._file(index), framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                yield name, file.get_tensor(name)
+        return _tensors(self._file(index))
+
+    @contextmanager
+    def checkpoint(self) -> Iterator[Path]:
+        """An empty folder for the files of the checkpoint, until all of them are there."""
+        path = self.path / CHECKPOINT
+        with _written(path):
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir()
+            yield path
+
+    def publish(self, last: str) -> None:
+        """Move the files of the checkpoint to the output directory, `last` at the end, and remove this folder.
+
+        Without that file nothing takes the directory for a checkpoint: one that was there before goes first, and a
+        process that is killed in between leaves none. Weights of an earlier checkpoint are removed.
+        """
+        source, target = self.path / CHECKPOINT, self.path.parent
+        names = sorted(path.name for path in source.iterdir())
+        with _written(target):
+            for path in source.rglob("*"):
+                sync(path)
+            (target / last).unlink(missing_ok=True)
+            sync(target)
+            for leftover in target.glob("model*.safetensors*"):
+                leftover.unlink()
+            for name in sorted(names, key=lambda name: name == last):
+                if name == last:
+                    sync(target)
+                if (target / name).is_dir():
+                    shutil.rmtree(target / name)
+                os.replace(source / name, target / name)
+            sync(target)
+        self.remove()
 
     def remove(self) -> None:
         """The checkpoint is whole."""
         shutil.rmtree(self.path)
+
+
+def remove_work(output_dir: Path) -> None:
+    """Remove what an earlier run left beside its checkpoint, if anything."""
+    shutil.rmtree(output_dir / FOLDER, ignore_errors=True)
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            yield name, file.get_tensor(name)
+
+
+def _save(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
+    part = path.with_suffix(".part")
+    with _written(path):
+        save_file({name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}, part, metadata=about)
+        put(part, path)
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """A full disk ends the run with the way to go on."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{path} cannot be written ({error}); free some space and go on with --resume, nothing else is lost"
+        ) from error
+
+
+def sync(path: Path) -> None:
+    """Return when a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def put(part: Path, path: Path) -> None:
+    """Give a file its name when its content is on the disk."""
+    sync(part)
+    os.replace(part, path)
+    sync(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A text file, there as a whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    put(part, path)
 
 
 def _is_dense(name: str, layers: set[str]) -> bool:
@@ -150,9 +250,3 @@ def _check_same(found: dict[str, str], wanted: dict[str, str], output_dir: Path)
             f"{output_dir} holds a compression that was begun with another {' and '.join(different)}; "
             "resume with the same, or start anew without resume"
         )
-
-
-def _write_whole(path: Path, text: str) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
