@@ -34,7 +34,10 @@ SHAPES = {
     "8B": [(6144, 4096, None), (4096, 4096, None), (28672, 4096, "silu"), (4096, 14336, None)],
     "0.6B": [(4096, 1024, None), (1024, 2048, None), (6144, 1024, "silu"), (1024, 3072, None)],
 }
-BLOCKS = [(2, 1, 2, 2), (2, 1, 2, 4), (2, 1, 4, 4), (1, 2, 2, 4), (1, 1, 4, 4), (2, 2, 2, 4), (4, 1, 2, 2)]
+BLOCKS = [
+    (2, 4, 2, 2, 4), (2, 4, 2, 3, 6), (2, 2, 2, 2, 4), (1, 4, 2, 2, 4), (1, 4, 2, 4, 8), (1, 4, 4, 2, 8), (1, 8, 2, 2, 4),
+    (1, 4, 1, 4, 4),
+]  # fmt: skip
 
 
 def random_weight(n: int, k: int) -> TritonCodes:
@@ -67,7 +70,8 @@ def seconds_each(calls: Sequence[Callable[[], Any]], repeats: int = 5) -> float:
 
 def candidates(rows: int, n: int, k: int) -> list[Sizes]:
     nt = next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
-    units, found = k // 128, []
+    units = k // 128
+    found: list[Sizes] = []
     for block, parts in itertools.product(BLOCKS, (1, 2, 3, 4, 6, 8, 12, 16)):
         sizes = Sizes(nt, *block, parts)
         blocks = -(-n // sizes.rows) * parts
@@ -105,7 +109,8 @@ def best_sizes(
     n, k, gate = shape
     x = torch.randn(rows, k, device="cuda").bfloat16()
     triton = seconds_each([functools.partial(TritonWeight.few, weight, x, gate=gate) for weight in weights])
-    found, until = [], time.perf_counter() + budget
+    found: list[tuple[float, Sizes]] = []
+    until = time.perf_counter() + budget
     for sizes in candidates(rows, n, k):
         if found and time.perf_counter() > until:
             break

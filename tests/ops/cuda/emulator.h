@@ -1,5 +1,5 @@
 // Runs a CUDA kernel on a CPU, thread by thread: each is a fiber that goes on until it meets a barrier or a product of
-// its warps, so that every index of a kernel can be tested without a GPU. Blocks run one after the other.
+// its warp, so that every index of a kernel can be tested without a GPU. Blocks run one after the other.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -22,22 +22,17 @@
 using std::max;
 using std::min;
 
-struct uint2 { uint32_t x, y; };
-
 namespace emulator {
 struct Dim { int x = 0, y = 0, z = 0; };
-struct Lane { uint32_t a[4]; };
+struct Lane { uint32_t a[4], b[2]; };
 
 inline Dim thread, block, grid;
-struct alignas(1024) Atom { unsigned char bytes[1024]; };
-inline std::vector<Atom> atoms;
-struct Shared { unsigned char* data() { return atoms.data()->bytes; } };
-inline Shared shared;
+inline std::vector<unsigned char> shared;
 inline std::vector<ucontext_t> fibers;
 inline std::vector<char> done;
-inline std::vector<Lane> lanes[2];  // what each thread brought to its warps' product, alternately
+inline std::vector<Lane> lanes[2];  // what each thread brought to its warp's product, alternately
 inline std::vector<int> turns;      // products that a thread has taken part in
-inline std::vector<int> arrived, released;  // by barrier: one for four warps each, the last for the block
+inline std::vector<int> arrived, released;  // by barrier: one a warp, the last for the block
 inline ucontext_t scheduler;
 inline int current;
 
@@ -81,8 +76,8 @@ inline void run_block(int threads) {
     done.assign(threads, 0);
     turns.assign(threads, 0);
     for (auto& bank : lanes) bank.assign(threads, {});
-    arrived.assign(threads / 128 + 1, 0);
-    released.assign(threads / 128 + 1, 0);
+    arrived.assign(threads / 32 + 1, 0);
+    released.assign(threads / 32 + 1, 0);
     for (int i = 0; i < threads; i++) {
         getcontext(&fibers[i]);
         fibers[i].uc_stack.ss_sp = &stacks[i * STACK];
@@ -106,8 +101,7 @@ inline void launch(Dim blocks, int threads, size_t bytes, std::function<void()> 
     grid = blocks;
     for (block.y = 0; block.y < blocks.y; block.y++)
         for (block.x = 0; block.x < blocks.x; block.x++) {
-            atoms.resize(bytes / 1024 + 1);
-            std::memset(shared.data(), 0xff, atoms.size() * 1024);  // NaN: what nobody wrote shows
+            shared.assign(bytes, 0xff);  // NaN: what nobody wrote shows
             run_block(threads);
         }
 }
@@ -117,16 +111,16 @@ inline void launch(Dim blocks, int threads, size_t bytes, std::function<void()> 
 #define blockIdx emulator::block
 #define gridDim emulator::grid
 
+struct alignas(16) Words { uint32_t w[4]; };
+struct uint2 { uint32_t x, y; };
 
 inline void __syncthreads() { emulator::barrier((int)emulator::released.size() - 1, (int)emulator::fibers.size()); }
 inline void wait_for_kernel_ahead() {}
 inline void let_next_kernel_start() {}
-inline uint2 load_words(const uint2* p) { return *p; }
+inline Words load_words(const Words* p) { return *p; }
 inline void copy_async(void* to, const void* from) { std::memcpy(to, from, 16); }
 inline void copies_commit() {}
 inline void copies_wait() {}
-inline void products_begin() {}
-inline void products_end() {}
 inline float from_bf16(uint16_t x) { return emulator::bf16(x, 0); }
 inline uint16_t to_bf16(float x) { return emulator::rounded(x); }
 inline int arrive(int* counter) { return (*counter)++; }
@@ -140,35 +134,26 @@ inline uint32_t as_bf16(uint32_t halves) {
     return low | high << 16;
 }
 
-template <int BYTE> inline uint32_t both_bytes(uint2 words) {
-    const uint32_t a = words.x >> 8 * BYTE & 255, b = words.y >> 8 * BYTE & 255;
+template <int BYTE> inline uint32_t both_bytes(uint32_t first, uint32_t second) {
+    const uint32_t a = first >> 8 * BYTE & 255, b = second >> 8 * BYTE & 255;
     return a | a << 8 | b << 16 | b << 24;
 }
 
-inline uint64_t describe(const void* shared) { return (uint64_t)shared; }
-inline uint64_t advanced(uint64_t description, int bytes) { return description + bytes; }
-
-// wgmma.m64nNk16 as PTX lays out its fragments: lane 4 g + t of a warp has rows g and g + 8 of its 16 rows of A. B is
-// read from shared memory: 128 bytes a row, pieces of 16 bytes swizzled by the row.
-template <int TILES> inline void multiply(float (&c)[TILES][4], const uint32_t (&a)[4], uint64_t x, int keep) {
+// mma.m16n8k16, as PTX lays out its fragments: lane 4 g + t has rows g and g + 8 of A, column g of B.
+inline void mma(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
     using namespace emulator;
-    const int me = thread.x, group = me / 128, lane = me % 32, warp = me / 32, g = lane / 4, t = lane % 4;
+    const int me = thread.x, warp = me / 32, lane = me % 32, g = lane / 4, t = lane % 4;
     auto& bank = lanes[turns[me]++ % 2];
-    bank[me] = {{a[0], a[1], a[2], a[3]}};
-    barrier(group, 128);
+    bank[me] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+    barrier(warp, 32);
     thread.x = me;
-    const uint64_t step = (x - (uint64_t)shared.data()) % 128;  // bytes from the beginning of a row
-    const unsigned char* rows = (const unsigned char*)(x - step);
-    for (int tile = 0; tile < TILES; tile++)
-        for (int cell = 0; cell < 4; cell++) {
-            const int high = cell / 2, row = tile * 8 + 2 * t + cell % 2;
-            if (!keep) c[tile][cell] = 0;
-            for (int k = 0; k < 16; k++) {
-                const Lane& mine = bank[warp * 32 + 4 * g + k % 8 / 2];
-                const uint64_t byte = step + 2 * k;
-                uint16_t other;
-                std::memcpy(&other, rows + row * 128 + (byte / 16 ^ row % 8) * 16 + byte % 16, 2);
-                c[tile][cell] += bf16(mine.a[2 * (k / 8) + high], k % 2) * bf16(other, 0);
-            }
+    for (int cell = 0; cell < 4; cell++) {
+        const int high = cell / 2, column = 2 * t + cell % 2;
+        for (int k = 0; k < 16; k++) {
+            const int owner = k % 8 / 2, upper = k / 8, half = k % 2;
+            const Lane& row = bank[warp * 32 + 4 * g + owner];
+            const Lane& other = bank[warp * 32 + 4 * column + owner];
+            c[cell] += bf16(row.a[2 * upper + high], half) * bf16(other.b[upper], half);
         }
+    }
 }

@@ -1,7 +1,7 @@
 #include "emulator.h"
 #include "few_rows_w4.cu"
 
-extern "C" void run(int tiles, int parts, int bytes, const u16* x, const uint2* w, const float* scale, const u16* bias,
+extern "C" void run(int tiles, int parts, int bytes, const u16* x, const Words* w, const float* scale, const u16* bias,
                     const u16* residual, void* out, float* partial, int* counters, int rows, int n, int k, int groups,
                     int group_shift, int units_a_part, int activation) {
     emulator::launch({tiles, parts, 1}, THREADS, bytes, [=] {

@@ -24,12 +24,12 @@ needs_gpu = pytest.mark.skipif(compiler.unavailable() is not None, reason=str(co
 
 CASES = [
     # rows, rows of W, columns, group, gate, bias, residual, out, sizes
-    (3, 70, 256, 128, None, True, False, torch.bfloat16, Sizes(1, 1, 2, 1, 2, 1)),
-    (8, 128, 640, 32, None, False, True, torch.float32, Sizes(1, 2, 1, 2, 2, 2)),  # the last part is shorter
-    (11, 96, 512, 64, "silu", True, True, torch.bfloat16, Sizes(2, 1, 2, 2, 4, 1)),
-    (20, 64, 1024, 256, "gelu_tanh", False, False, torch.bfloat16, Sizes(4, 1, 1, 1, 2, 3)),
-    (1, 48, 384, 384, None, False, False, torch.bfloat16, Sizes(1, 1, 1, 3, 3, 1)),  # one scale a row
-    (64, 32, 256, 128, None, False, False, torch.bfloat16, Sizes(8, 1, 1, 1, 2, 1)),
+    (3, 70, 256, 128, None, True, False, torch.bfloat16, Sizes(1, 2, 1, 2, 2, 4, 1)),
+    (8, 128, 640, 32, None, False, True, torch.float32, Sizes(1, 2, 2, 2, 2, 4, 2)),  # the last part is shorter
+    (11, 96, 512, 64, "silu", True, True, torch.bfloat16, Sizes(2, 2, 1, 2, 2, 4, 1)),
+    (20, 64, 1024, 256, "gelu_tanh", False, False, torch.bfloat16, Sizes(4, 1, 2, 2, 4, 8, 3)),
+    (1, 48, 384, 384, None, False, False, torch.bfloat16, Sizes(1, 1, 2, 1, 3, 3, 1)),  # one scale a row
+    (64, 32, 256, 128, None, False, False, torch.bfloat16, Sizes(8, 1, 1, 2, 1, 2, 1)),
 ]
 
 

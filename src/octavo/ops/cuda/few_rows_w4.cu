@@ -1,32 +1,34 @@
-// Products of few rows with 4-bit weights: y = x W^T, reading W once from memory, straight into the registers from which
-// the matrix units take it.
+// Products of few rows with 4-bit weights: y = x W^T, reading W once from memory, with tensor cores and no detour
+// through shared memory.
 //
-// The weight is the operand A of wgmma.m64nNk16, which may lie in registers: each of the four warps of a group has 16
-// rows of W. The rows of x, padded to N = 8 NT, are B, in shared memory. With words in linear_w4's order (bits 4 j to
-// 4 j + 3 of word i hold column 16 j + i of a unit of 128) what lane (g, t) needs of rows g and g + 8 in step j is nibble
-// j of its words 2 t, 2 t + 1, 2 t + 8 and 2 t + 9: what it loads once feeds eight steps. A code becomes a bf16 number by
-// being set below the exponent of 128 (see linear_w4).
+// The weight is the large operand of mma.m16n8k16: 16 rows of W by 16 columns, times up to 8 rows of x. Which column of
+// W is called which k of the product is free as long as x says the same. With words in linear_w4's order (bits 4 j to
+// 4 j + 3 of word i hold column 16 j + i of a unit of 128) step j gives lane (g, t) columns 16 j + 4 t .. + 3, which are
+// nibble j of its words 4 t .. 4 t + 3: one load of 16 bytes feeds eight steps of a row, and four lanes read 64
+// neighbouring bytes. A code becomes a bf16 number by being set below the exponent of 128 (see linear_w4).
 //
-// A block takes ROWS rows of W and a part of K. Its warp groups share them: RG along rows, KG along units. x comes in
-// chunks of CHUNK units through shared memory, and blocks begin with different chunks, because all of them asking for the
-// same lines at once is what took longest. Where K is split over blocks, the last one to arrive adds all parts in order.
+// A block takes ROWS rows of W and a part of K. Its warps share them: RW along rows, KW along units. x comes in chunks
+// of CHUNK units through shared memory, and blocks begin with different chunks: when all ask for the same lines at once,
+// that takes longer than the weights. Where K is split over blocks, the last one to arrive adds all parts in order.
 //
-// Compiled with NT, RG, KG, AHEAD (units that a warp has asked for), CHUNK, GJ (steps that share a scale: 8, 4, 2, or 0
-// for one scale a row), GATED, OUT_FLOAT.
+// Compiled with NT (tiles of 8 rows of x), MT (tiles of 16 rows of W a warp), RW, KW, AHEAD (units that a warp has asked
+// for), CHUNK, GJ (steps that share a scale: 8, 4, 2, or 0 for one scale a row), GATED, OUT_FLOAT.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 
 #ifndef EMULATED
-#define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
+struct __align__(16) Words { u32 w[4]; };
 
 __device__ __forceinline__ void wait_for_kernel_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 
-__device__ __forceinline__ uint2 load_words(const uint2* p) {
-    uint2 r;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(p));
+__device__ __forceinline__ Words load_words(const Words* p) {
+    Words r;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.w[0]), "=r"(r.w[1]), "=r"(r.w[2]), "=r"(r.w[3]) : "l"(p));
     return r;
 }
 
@@ -35,56 +37,19 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(s), "l"(global) : "memory");
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// What was copied is there, for the matrix units as well.
-__device__ __forceinline__ void copies_wait() {
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+__device__ __forceinline__ void mma(float* c, const u32* a, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_end() {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
-
-// Where rows of x begin for wgmma: 128 bytes a row, 8 rows after each other, pieces of 16 bytes swizzled by the row.
-__device__ __forceinline__ u64 describe(const void* shared) {
-    const u64 address = (u32)__cvta_generic_to_shared(shared);
-    return (address & 0x3ffff) >> 4 | 1ull << 16 | (1024ull >> 4) << 32 | 1ull << 62;
-}
-
-__device__ __forceinline__ u64 advanced(u64 description, int bytes) { return description + bytes / 16; }
-
-#define OPERANDS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(keep)
-#define F4(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
-
-// c [+]= the 64 rows of A by 16 columns, times x; `keep` says whether c is added to.
-__device__ __forceinline__ void multiply(float (&c)[NT][4], const u32 (&a)[4], u64 x, int keep) {
-#if NT == 1
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %9, 0; wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, p, 1, 1, 0; } "
-                 : F4(0) : OPERANDS);
-#elif NT == 2
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, p, 1, 1, 0; } "
-                 : F4(0), F4(1) : OPERANDS);
-#elif NT == 4
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, "
-                 "p, 1, 1, 0; } "
-                 : F4(0), F4(1), F4(2), F4(3) : OPERANDS);
-#elif NT == 8
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
-                 "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; } "
-                 : F4(0), F4(1), F4(2), F4(3), F4(4), F4(5), F4(6), F4(7) : OPERANDS);
-#endif
-}
-
-// Byte BYTE of both words, each twice: two halves whose low nibbles are one step's codes and the next ones the next's.
-template <int BYTE> __device__ __forceinline__ u32 both_bytes(uint2 words) {
+// Byte SELECT of both words, each twice: two halves whose low nibbles are one step's codes and the next ones the next's.
+template <int BYTE> __device__ __forceinline__ u32 both_bytes(u32 first, u32 second) {
     constexpr u32 select = ((4 + BYTE) << 12) | ((4 + BYTE) << 8) | (BYTE << 4) | BYTE;
-    return __byte_perm(words.x, words.y, select);
+    return __byte_perm(first, second, select);
 }
 
 // Two codes of 4 bits (low nibble of each half) as bf16, less 8.
@@ -109,12 +74,11 @@ __device__ __forceinline__ float load_partial(const float* p) { return __ldcg(p)
 __device__ __forceinline__ float exponential(float x) { return __expf(x); }
 #endif
 
-constexpr int THREADS = 128 * RG * KG, ROWS = 64 * RG, BATCH = 8 * NT;
-constexpr int HALF_UNIT = BATCH * 128;      // bytes of 64 columns of x
-constexpr int BUFFER = CHUNK * 2 * HALF_UNIT;
-constexpr int SUMS = ROWS + 4;              // floats from one row of the results to the next
-constexpr int ROUNDS = CHUNK / KG;          // units of a chunk that a warp multiplies
-static_assert(CHUNK % (KG * AHEAD) == 0, "a warp's units of a chunk must come round to the same registers");
+constexpr int WARPS = RW * KW, THREADS = 32 * WARPS, ROWS = RW * MT * 16, BATCH = 8 * NT;
+constexpr int STRIDE = CHUNK * 128 + 16;  // halves from one row of x in shared memory to the next: 32 bytes of offset
+constexpr int SUMS = ROWS + 4;            // floats from one row of the results to the next
+constexpr int ROUNDS = CHUNK / KW;  // units of a chunk that a warp multiplies
+static_assert(CHUNK % (KW * AHEAD) == 0, "a warp's units of a chunk must come round to the same registers");
 
 // The row of W that row r of a block's tile is; with a gate the second half of a tile are the rows that are gated.
 __device__ __forceinline__ int weight_row(int r, int tile, int n) {
@@ -125,105 +89,114 @@ __device__ __forceinline__ int weight_row(int r, int tile, int n) {
     return min(tile * ROWS + r, n - 1);
 }
 
-// The words of two rows of a unit that a lane needs, and the scales of both.
 struct Unit {
-    uint2 words[2][2];
-    float scale[2];
+    Words words[MT][2];
+    float scale[MT][2];
 };
 
-// Where in pairs of words a row of W begins, and how far its next unit is.
-#ifdef TILED
-constexpr int UNIT_STEP = 128;
-__device__ __forceinline__ u32 word_place(u32 row, int units) { return row / 16 * units * 128 + row % 16 * 8; }
-#else
-constexpr int UNIT_STEP = 8;
-__device__ __forceinline__ u32 word_place(u32 row, int units) { return row * units * 8; }
-#endif
-
-// Where a lane's rows begin: their words and their scales.
+// Where the rows of a lane begin: their words (of a lane's t) and their scales.
 struct Places {
-    u32 words[2], scale[2];
+    u32 words[MT][2], scale[MT][2];
 };
 
-__device__ __forceinline__ void load_unit(Unit& u, const uint2* w, const float* scale, const Places& at, u32 unit,
+__device__ __forceinline__ void load_unit(Unit& u, const Words* w, const float* scale, const Places& at, u32 unit,
                                           int group_shift) {
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const uint2* p = w + (at.words[h] + unit * UNIT_STEP);
-        u.words[h][0] = load_words(p);
-        u.words[h][1] = load_words(p + 4);
-        if (GJ == 8) u.scale[h] = scale[at.scale[h] + (unit >> group_shift)];
-    }
-}
-
-template <int BYTE> __device__ __forceinline__ void expand(u32 (&a)[8][4], const Unit& u) {
+    for (int i = 0; i < MT; i++)
 #pragma unroll
-    for (int q = 0; q < 4; q++) {
-        const u32 halves = both_bytes<BYTE>(u.words[q % 2][q / 2]);
-        a[2 * BYTE][q] = as_bf16(halves);
-        a[2 * BYTE + 1][q] = as_bf16(halves >> 4);
-    }
-}
-
-// total += scale * sums, with the scales of step j of a unit.
-__device__ __forceinline__ void add_scaled(float (&total)[NT][4], const float (&sums)[NT][4], const Unit& u, const float* scale,
-                                           const Places& at, u32 unit, int j) {
-    float own[2];
-#pragma unroll
-    for (int h = 0; h < 2; h++) own[h] = GJ == 8 ? u.scale[h] : scale[at.scale[h] + (unit * 8 + j) / (GJ > 0 ? GJ : 1)];
-#pragma unroll
-    for (int tile = 0; tile < NT; tile++)
-#pragma unroll
-        for (int c = 0; c < 4; c++) total[tile][c] += sums[tile][c] * own[c / 2];
-}
-
-__device__ __forceinline__ void multiply_unit(const Unit& u, u64 x, float (&total)[NT][4], const float* scale,
-                                              const Places& at, u32 unit) {
-    u32 a[8][4];
-    expand<0>(a, u);
-    expand<1>(a, u);
-    expand<2>(a, u);
-    expand<3>(a, u);
-    constexpr int STEPS = GJ ? GJ : 8;
-    float sums[NT][4];
-#pragma unroll
-    for (int begin = 0; begin < 8; begin += STEPS) {
-        products_begin();
-#pragma unroll
-        for (int j = begin; j < begin + STEPS; j++) {
-            const u64 b = advanced(x, j / 4 * HALF_UNIT + j % 4 * 32);
-            if (GJ) multiply(sums, a[j], b, j > begin);
-            else multiply(total, a[j], b, 1);
+        for (int h = 0; h < 2; h++) {
+            u.words[i][h] = load_words(w + (at.words[i][h] + unit * 4));
+            if (GJ == 8) u.scale[i][h] = scale[at.scale[i][h] + (unit >> group_shift)];
         }
-        products_end();
-        if (GJ) add_scaled(total, sums, u, scale, at, unit, begin);
+}
+
+template <int BYTE>
+__device__ __forceinline__ void two_steps(const Unit& u, const u16* x, float (&sums)[MT][NT][4]) {
+    u32 pairs[MT][4];
+#pragma unroll
+    for (int i = 0; i < MT; i++) {
+        pairs[i][0] = both_bytes<BYTE>(u.words[i][0].w[0], u.words[i][0].w[1]);
+        pairs[i][1] = both_bytes<BYTE>(u.words[i][1].w[0], u.words[i][1].w[1]);
+        pairs[i][2] = both_bytes<BYTE>(u.words[i][0].w[2], u.words[i][0].w[3]);
+        pairs[i][3] = both_bytes<BYTE>(u.words[i][1].w[2], u.words[i][1].w[3]);
     }
+#pragma unroll
+    for (int step = 0; step < 2; step++) {
+        u32 a[MT][4];
+#pragma unroll
+        for (int i = 0; i < MT; i++)
+#pragma unroll
+            for (int q = 0; q < 4; q++) a[i][q] = as_bf16(step ? pairs[i][q] >> 4 : pairs[i][q]);
+#pragma unroll
+        for (int tile = 0; tile < NT; tile++) {
+            const uint2 b = *(const uint2*)(x + tile * 8 * STRIDE + (2 * BYTE + step) * 16);
+#pragma unroll
+            for (int i = 0; i < MT; i++) mma(sums[i][tile], a[i], b.x, b.y);
+        }
+    }
+}
+
+__device__ __forceinline__ void scale_sums(float (&total)[MT][NT][4], float (&sums)[MT][NT][4], const float (&scale)[MT][2]) {
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int tile = 0; tile < NT; tile++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                total[i][tile][c] += sums[i][tile][c] * scale[i][c / 2];
+                sums[i][tile][c] = 0.0f;
+            }
+}
+
+// Scales of step j of a unit, where a unit has several.
+__device__ __forceinline__ void load_scales(float (&out)[MT][2], const float* scale, const Places& at, u32 unit, int j) {
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) out[i][h] = scale[at.scale[i][h] + (unit * 8 + j) / (GJ > 0 ? GJ : 1)];
+}
+
+__device__ __forceinline__ void multiply_unit(const Unit& u, const u16* x, float (&total)[MT][NT][4],
+                                              float (&sums)[MT][NT][4], const float* scale, const Places& at,
+                                              u32 unit) {
+    float own[MT][2];
+    two_steps<0>(u, x, GJ ? sums : total);
+    if (GJ == 2) { load_scales(own, scale, at, unit, 0); scale_sums(total, sums, own); }
+    two_steps<1>(u, x, GJ ? sums : total);
+    if (GJ == 2 || GJ == 4) { load_scales(own, scale, at, unit, 2); scale_sums(total, sums, own); }
+    two_steps<2>(u, x, GJ ? sums : total);
+    if (GJ == 2) { load_scales(own, scale, at, unit, 4); scale_sums(total, sums, own); }
+    two_steps<3>(u, x, GJ ? sums : total);
+    if (GJ == 2 || GJ == 4) { load_scales(own, scale, at, unit, 6); scale_sums(total, sums, own); }
+    if (GJ == 8) scale_sums(total, sums, u.scale);
 }
 
 // Rows of x from column 128 * first on; rows that are not there keep what was, which no other row of the result sees.
-__device__ __forceinline__ void load_inputs(unsigned char* to, const u16* x, u32 first, u32 count, u32 rows, u32 k, u32 thread) {
+__device__ __forceinline__ void load_inputs(u16* to, const u16* x, u32 first, u32 count, u32 rows, u32 k, u32 thread) {
     constexpr u32 PIECES = CHUNK * 16, ALL = BATCH * PIECES;  // of 16 bytes
 #pragma unroll
     for (u32 i = 0; i < (ALL + THREADS - 1) / THREADS; i++) {
         const u32 p = i * THREADS + thread, row = p / PIECES, piece = p % PIECES;
         if ((ALL % THREADS == 0 || p < ALL) && row < rows && piece < count * 16)
-            copy_async(to + piece / 8 * HALF_UNIT + row * 128 + (piece % 8 ^ row % 8) * 16, x + (row * k + first * 128 + piece * 8));
+            copy_async(to + row * STRIDE + piece * 8, x + (row * k + first * 128 + piece * 8));
     }
     copies_commit();
 }
 
 // The sums of all warps of a block as [BATCH][SUMS] floats in shared memory, in the order of the parts of K.
-__device__ __forceinline__ void gather_sums(float* shared, float (&total)[NT][4], int row, int part, int t) {
-    for (int turn = 0; turn < KG; turn++) {
+__device__ __forceinline__ void gather_sums(float* shared, float (&total)[MT][NT][4], int row, int part, int g, int t) {
+    for (int turn = 0; turn < KW; turn++) {
         __syncthreads();
         if (part != turn) continue;
 #pragma unroll
-        for (int tile = 0; tile < NT; tile++)
+        for (int i = 0; i < MT; i++)
 #pragma unroll
-            for (int c = 0; c < 4; c++) {
-                float* cell = shared + (tile * 8 + 2 * t + c % 2) * SUMS + row + (c / 2) * 8;
-                *cell = turn ? *cell + total[tile][c] : total[tile][c];
-            }
+            for (int tile = 0; tile < NT; tile++)
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    float* cell = shared + (tile * 8 + 2 * t + c % 2) * SUMS + row + i * 16 + g + (c / 2) * 8;
+                    *cell = turn ? *cell + total[i][tile][c] : total[i][tile][c];
+                }
     }
     __syncthreads();
 }
@@ -276,63 +249,64 @@ __device__ __forceinline__ bool is_last_part(float* shared, float* partial, int*
     return true;
 }
 
-// x [rows, k] bf16, w [N or 2 N, k / 128, 16] words, scale [.., groups] float, out [rows, n]. Grid (tiles of W, parts of
+// x [rows, k] bf16, w [N or 2 N, k / 128, 4] words, scale [.., groups] float, out [rows, n]. Grid (tiles of W, parts of
 // K). group_shift: 2 ** group_shift units share a scale, where GJ is 8. activation: 0 SiLU, 1 GELU by tanh. early:
 // whether the kernel ahead may still run.
-extern "C" __global__ void __launch_bounds__(THREADS)
-few_rows_w4(const u16* x, const uint2* w, const float* scale, const u16* bias, const u16* residual, void* out,
+extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 128 / THREADS)
+few_rows_w4(const u16* x, const Words* w, const float* scale, const u16* bias, const u16* residual, void* out,
             float* partial, int* counters, int rows, int n, int k, int groups, int group_shift, int units_a_part,
             int activation, int early) {
     DYNAMIC_SHARED(memory);
     __shared__ int flag;
+    u16* inputs = (u16*)memory;
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
     const int tile = blockIdx.x, part = blockIdx.y, units = k / 128;
     const int first = part * units_a_part, last = min(first + units_a_part, units);
-    const int row = warp / 4 % RG * 64 + warp % 4 * 16 + g, turn = KG == 1 ? 0 : warp / 4 / RG;
+    const int row = warp % RW * MT * 16, turn = KW == 1 ? 0 : warp / RW;
     Places at;
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const u32 of_w = weight_row(row + h * 8, tile, n);
-        at.words[h] = word_place(of_w, units) + t;
-        at.scale[h] = of_w * groups;
-    }
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const u32 of_w = weight_row(row + i * 16 + h * 8 + g, tile, n);
+            at.words[i][h] = of_w * units * 4 + t;
+            at.scale[i][h] = of_w * groups;
+        }
     const int chunks = (last - first + CHUNK - 1) / CHUNK;
     int begin = first + tile % chunks * CHUNK;
     Unit ahead[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {  // no kernel writes weights: they are asked for before the wait
-        const int unit = begin + turn + i * KG;
+        const int unit = begin + turn + i * KW;
         if (unit < last) load_unit(ahead[i], w, scale, at, unit, group_shift);
     }
     if (early) {
         wait_for_kernel_ahead();
         let_next_kernel_start();
     }
-    float total[NT][4] = {};
-    load_inputs(memory, x, begin, min(CHUNK, last - begin), rows, k, thread);
-    unsigned char *here = memory, *there = memory + BUFFER;
+    float total[MT][NT][4] = {}, sums[MT][NT][4] = {};
+    load_inputs(inputs, x, begin, min(CHUNK, last - begin), rows, k, thread);
+    int slot = 0;
     for (int chunk = 0; chunk < chunks; chunk++) {
         copies_wait();
         __syncthreads();  // this chunk is there, and nobody reads the one before any more
-        const u64 inputs = describe(here);
+        const u16* here = inputs + slot * (BATCH * STRIDE) + g * STRIDE + 4 * t;
+        slot ^= 1;
         int next = begin + CHUNK < last ? begin + CHUNK : first;
         if (chunk + 1 == chunks) next = last;
-        else load_inputs(there, x, next, min(CHUNK, last - next), rows, k, thread);
+        else load_inputs(inputs + slot * (BATCH * STRIDE), x, next, min(CHUNK, last - next), rows, k, thread);
 #pragma unroll
         for (int round = 0; round < ROUNDS; round++) {
-            const int unit = begin + round * KG + turn;
+            const int unit = begin + round * KW + turn;
             if (unit < last)
-                multiply_unit(ahead[round % AHEAD], advanced(inputs, (round * KG + turn) * 2 * HALF_UNIT), total, scale, at, unit);
-            const int wanted = (round + AHEAD < ROUNDS ? begin + (round + AHEAD) * KG : next + (round + AHEAD - ROUNDS) * KG) + turn;
+                multiply_unit(ahead[round % AHEAD], here + (round * KW + turn) * 128, total, sums, scale, at, unit);
+            const int wanted = (round + AHEAD < ROUNDS ? begin + (round + AHEAD) * KW : next + (round + AHEAD - ROUNDS) * KW) + turn;
             if (wanted < last) load_unit(ahead[round % AHEAD], w, scale, at, wanted, group_shift);
         }
-        unsigned char* other = here;
-        here = there;
-        there = other;
         begin = next;
     }
     float* shared = (float*)memory;
-    gather_sums(shared, total, row, turn, t);
+    gather_sums(shared, total, row, turn, g, t);
     if (gridDim.y > 1 && !is_last_part(shared, partial, counters, tile, part, gridDim.y, thread, &flag)) return;
     write(shared, scale, bias, residual, out, tile, rows, n, activation, thread);
 }

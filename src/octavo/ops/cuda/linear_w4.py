@@ -30,12 +30,13 @@ class Weight(Protocol):
 
 
 class Sizes(NamedTuple):
-    """Tiles of 8 rows of x, groups of warps along rows and along K, units that a warp has asked for, units a chunk of x
-    (a multiple of the last two), parts of K."""
+    """Tiles of 8 rows of x, tiles of 16 rows of W a warp, warps along rows, warps along K, units that a warp has asked
+    for, units a chunk of x (a multiple of the last two), parts of K."""
 
     nt: int
-    rg: int
-    kg: int
+    mt: int
+    rw: int
+    kw: int
     ahead: int
     chunk: int
     parts: int
@@ -43,17 +44,18 @@ class Sizes(NamedTuple):
     @property
     def threads(self) -> int:
         """Of a block."""
-        return 128 * self.rg * self.kg
+        return 32 * self.rw * self.kw
 
     @property
     def rows(self) -> int:
         """Of W that a block takes."""
-        return 64 * self.rg
+        return 16 * self.mt * self.rw
 
     @property
     def shared_bytes(self) -> int:
         """Two chunks of x, or the sums in their place."""
-        return max(2 * 8 * self.nt * self.chunk * _UNIT * 2, 8 * self.nt * (self.rows + 4) * 4)
+        inputs = 2 * 8 * self.nt * (self.chunk * _UNIT + 16) * 2
+        return max(inputs, 8 * self.nt * (self.rows + 4) * 4)
 
 
 def rejects(weight: Weight) -> str | None:
@@ -82,10 +84,11 @@ def group_shift(columns: int, groups: int) -> int:
 def sizes_for(rows: int, n: int, columns: int, gated: bool) -> Sizes:
     """Sizes for `rows` of x and a weight with `n` rows in all."""
     nt = next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
-    rg, kg, ahead = (2, 1, 4) if nt <= 2 else (2, 1, 2)
-    tiles, units = -(-n // (64 * rg)), columns // _UNIT
-    parts = max(1, min(264 // tiles, units // (2 * kg * ahead)))
-    return Sizes(nt, rg, kg, ahead, kg * ahead, -(-units // -(-units // parts)))
+    mt, rw, kw, ahead = (1, 4, 2, 2) if nt == 8 else (2, 4, 2, 2)
+    tiles = -(-n // (16 * mt * rw))
+    units = columns // _UNIT
+    parts = max(1, min(264 // tiles, units // (2 * kw)))
+    return Sizes(nt, mt, rw, kw, ahead, kw * ahead, -(-units // -(-units // parts)))
 
 
 def few_rows(
@@ -120,7 +123,8 @@ def few_rows(
 
 def macros(sizes: Sizes, group_steps: int, gated: bool, out_float: bool) -> dict[str, int]:
     """What the kernel is compiled with."""
-    names = {"NT": sizes.nt, "RG": sizes.rg, "KG": sizes.kg, "AHEAD": sizes.ahead, "CHUNK": sizes.chunk}
+    names = {"NT": sizes.nt, "MT": sizes.mt, "RW": sizes.rw, "KW": sizes.kw, "AHEAD": sizes.ahead}
+    names["CHUNK"] = sizes.chunk
     return names | {"GJ": group_steps, "GATED": int(gated), "OUT_FLOAT": int(out_float)}
 
 
