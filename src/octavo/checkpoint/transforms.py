@@ -30,10 +30,8 @@ class OnlineTransform:
 
     def concerns(self, module: str) -> bool:
         """Whether a linear module of this full name is transformed."""
-        return (
-            best_match(self.targets, module, "Linear") is not None
-            and best_match(self.ignore, module, "Linear") is None
-        )  # fmt: skip
+        is_target = best_match(self.targets, module, "Linear") is not None
+        return is_target and best_match(self.ignore, module, "Linear") is None
 
 
 def online_transforms(config: dict[str, Any], path: Path) -> tuple[OnlineTransform, ...]:
@@ -41,11 +39,10 @@ def online_transforms(config: dict[str, Any], path: Path) -> tuple[OnlineTransfo
     fields = quantization_fields(config, path)
     transforms = None if fields is None else fields.within("transform_config")
     groups = None if transforms is None else transforms.within("config_groups")
-    found: list[OnlineTransform] = []
-    for name in () if groups is None else groups.content:
-        group = Fields(groups.content[name], path, f"{groups.where}.{name}") if groups is not None else None
-        found += [] if group is None else _group(group)
-    return tuple(found)
+    if groups is None:
+        return ()
+    parsed = [Fields(content, path, f"{groups.where}.{name}") for name, content in groups.content.items()]
+    return tuple(transform for group in parsed for transform in _group(group))
 
 
 def _group(group: Fields) -> list[OnlineTransform]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from octavo.errors import UnsupportedModelError, UserError
 from octavo.layers.rotation import Rotation, power_of_two_part, sylvester
 
-READERS = "Octavo does that, and vLLM on GPUs; transformers does not and computes something else"
+WHO_ROTATES = "Octavo does that, and vLLM on GPUs; transformers does not and computes something else"
 
 
 def online_rotation(size: int, block: int | None, name: str) -> Rotation:

@@ -12,7 +12,7 @@ from octavo.compress.blocks import Blocks
 from octavo.compress.matching import check_all_match, matches_any
 from octavo.compress.modifiers.base import Transform
 from octavo.compress.modifiers.spinquant import check_kind, check_rotations
-from octavo.compress.online import READERS, InputRotator, in_float32, online_rotation, transform_groups
+from octavo.compress.online import WHO_ROTATES, InputRotator, in_float32, online_rotation, transform_groups
 from octavo.compress.schemes import as_tuple
 from octavo.errors import UnsupportedModelError, UserError
 from octavo.layers.rotation import Rotation, rotated
@@ -72,7 +72,7 @@ class QuIPModifier(Transform):
             sizes = {name: rotation.block for name, rotation in found.items()}
             self._groups |= transform_groups(label, location, sizes, linears)
         count = max(len(self._inputs), len(self._outputs))
-        return [f"QuIP: the rows of {count} layers are rotated at run time: {READERS}"]
+        return [f"QuIP: the rows of {count} layers are rotated at run time: {WHO_ROTATES}"]
 
     def _add(self, name: str, module: nn.Linear, rotator: InputRotator) -> None:
         if "v" in self.rotations:

@@ -11,7 +11,7 @@ from torch import nn
 from octavo.compress.blocks import Blocks
 from octavo.compress.hadamard import rotation_of
 from octavo.compress.modifiers.base import Transform
-from octavo.compress.online import READERS, InputRotator, online_rotation, transform_groups
+from octavo.compress.online import WHO_ROTATES, InputRotator, online_rotation, transform_groups
 from octavo.compress.residual import AttentionLayout, BlockLayout, attention_layout, final_norm, residual_layout
 from octavo.compress.rotation import turn_block, turn_ends, turn_values
 from octavo.errors import UnsupportedModelError, UserError
@@ -107,7 +107,7 @@ class SpinQuantModifier(Transform):
         self._groups = transform_groups("R4", "input", sizes, names)
         return (
             f"R4: the input of {len(sizes)} down projections is rotated at run time, in blocks of "
-            f"{', '.join(map(str, sorted(set(sizes.values()))))}: {READERS}"
+            f"{', '.join(map(str, sorted(set(sizes.values()))))}: {WHO_ROTATES}"
         )
 
     def read(self, module: nn.Module, name: str) -> None:
