@@ -26,7 +26,6 @@ from transformers import (
     PreTrainedConfig,
     RobertaConfig,
     RwkvConfig,
-    StableLmConfig,
     T5Config,
 )
 
@@ -40,8 +39,7 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "JambaForCausalLM": (JambaConfig(num_hidden_layers=4), "recurrent|layers|attention calls"),
     "BloomForCausalLM": (BloomConfig(n_layer=2), "ALiBi|AttentionInterface"),
     "MptForCausalLM": (MptConfig(n_layers=2), "ALiBi|AttentionInterface"),
-    "FalconForCausalLM": (FalconConfig(num_hidden_layers=2), "AttentionInterface"),
-    "StableLmForCausalLM": (StableLmConfig(num_hidden_layers=2), "AttentionInterface"),
+    "FalconForCausalLM": (FalconConfig(num_hidden_layers=2, alibi=True), "ALiBi"),
     "DeepseekV3ForCausalLM": (DeepseekV3Config(num_hidden_layers=2, moe_layer_freq=2), "latent"),
     "Gemma3nForCausalLM": (Gemma3nTextConfig(num_hidden_layers=4), "KV cache of others"),
     "Llama4ForCausalLM": (Llama4TextConfig(num_hidden_layers=4), "chunked_attention"),

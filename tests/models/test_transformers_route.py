@@ -14,6 +14,7 @@ from transformers import (
     CohereConfig,
     Ernie4_5Config,
     Exaone4Config,
+    FalconConfig,
     Gemma2Config,
     Glm4Config,
     Glm4MoeConfig,
@@ -38,6 +39,7 @@ from transformers import (
     Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
+    StableLmConfig,
     Starcoder2Config,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -66,7 +68,18 @@ LONGROPE = {
     "original_max_position_embeddings": 32,
 }
 HYBRID: dict[str, Any] = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
+FALCON = {key: value for key, value in SMALL.items() if key != "intermediate_size"} | {"ffn_hidden_size": 48}
 CASES: dict[str, PreTrainedConfig] = {
+    "falcon-one-key-head": FalconConfig(**FALCON),
+    "falcon-grouped": FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-grouped-one-norm": FalconConfig(
+        **FALCON, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, tie_word_embeddings=False
+    ),
+    "falcon-sequential": FalconConfig(**FALCON, multi_query=False, parallel_attn=False, bias=True),
+    "stablelm": StableLmConfig(**GROUPED, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
+    "stablelm-parallel": StableLmConfig(
+        **GROUPED, use_parallel_residual=True, qk_layernorm=True, use_qkv_bias=True, tie_word_embeddings=True
+    ),
     "gpt_neox": GPTNeoXConfig(**SMALL, rotary_pct=0.5, use_parallel_residual=True),
     "gpt_neox-sequential": GPTNeoXConfig(
         **SMALL, rotary_pct=1.0, use_parallel_residual=False, tie_word_embeddings=True
@@ -133,7 +146,7 @@ CASES: dict[str, PreTrainedConfig] = {
         first_k_dense_replace=1,
     ),
 }
-FAST = ("gpt2", "gptj", "gpt_neox", "gpt_oss", "opt", "exaone4", "mixtral")
+FAST = ("falcon-grouped", "gpt2", "gptj", "gpt_neox", "gpt_oss", "opt", "exaone4", "mixtral")
 
 
 @pytest.mark.parametrize(
@@ -157,3 +170,8 @@ def test_native_families_are_served_by_both_routes(name: str, tmp_path: Path) ->
 def test_the_page_of_models_lists_what_is_tested_here() -> None:
     tested = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] for config in CASES.values()}
     assert tested - NATIVE.keys() == GENERIC.keys()
+
+
+def test_falcons_own_linear_layers_are_quantized_as_well(tmp_path: Path) -> None:
+    save_random(CASES["falcon-grouped"], tmp_path)
+    assert load(tmp_path, quantization="int8").weight_bytes() < 0.6 * load(tmp_path).weight_bytes()

@@ -34,6 +34,7 @@ GENERIC: dict[str, tuple[str, str]] = {
     "GPT2LMHeadModel": ("GPT-2", "full"),
     "GPTJForCausalLM": ("GPT-J", "full"),
     "GPTNeoXForCausalLM": ("GPT-NeoX, Pythia", "full"),
+    "FalconForCausalLM": ("Falcon (rotary)", "full"),
     "GlmForCausalLM": ("GLM", "full"),
     "Glm4ForCausalLM": ("GLM-4", "full"),
     "Glm4MoeForCausalLM": ("GLM-4.5", "full"),
@@ -49,6 +50,7 @@ GENERIC: dict[str, tuple[str, str]] = {
     "Qwen2MoeForCausalLM": ("Qwen2 MoE", "full"),
     "SeedOssForCausalLM": ("Seed-OSS", "full"),
     "SmolLM3ForCausalLM": ("SmolLM3", "full, with or without rotation"),
+    "StableLmForCausalLM": ("StableLM", "full"),
     "Starcoder2ForCausalLM": ("StarCoder2", "full or window"),
 }
 # What the generic route cannot keep quantized; all linear layers elsewhere.
@@ -58,8 +60,7 @@ _QUANTIZABLE = {"GPT2LMHeadModel": "no"} | dict.fromkeys(
 )
 # Architectures that are refused by name, and why; tests hold the reasons.
 REFUSED: dict[str, str] = {
-    "BloomForCausalLM, MptForCausalLM": "biases of their own in attention (ALiBi)",
-    "FalconForCausalLM, StableLmForCausalLM": "their code does not call transformers' AttentionInterface",
+    "BloomForCausalLM, MptForCausalLM": "biases of their own in attention (ALiBi); Falcon with alibi too",
     "MambaForCausalLM, RwkvForCausalLM, JambaForCausalLM": "recurrent layers",
     "Gemma3nForCausalLM": "layers that read the keys of others",
     "Llama4ForCausalLM": "attention in chunks",

@@ -143,8 +143,8 @@ def model_class(architecture: str, config: Any) -> Any:
     )
 
 
-def check_class(architecture: str, cls: Any, config: Any) -> None:
-    """Refuses what the class and its configuration already rule out."""
+def check_class(architecture: str, cls: Any, config: Any, adapted: bool = False) -> None:
+    """Refuses what the class and its configuration already rule out. `adapted`: its attention was replaced by ours."""
     text = config.get_text_config()
     if getattr(text, "is_heterogeneous", False):
         raise refusal(architecture, "its layers are configured one by one")
@@ -160,10 +160,9 @@ def check_class(architecture: str, cls: Any, config: Any) -> None:
         ("self.is_decoder" in source and getattr(text, "is_decoder", True) is False, "its attention is not causal"),
         ("create_position_ids_from_input_ids" in source, "its positions depend on padding tokens"),
         (
-            not getattr(cls, "_supports_attention_backend", False),
+            not adapted and "ALL_ATTENTION_FUNCTIONS" not in source,
             "its code does not call transformers' AttentionInterface",
         ),
-        ("ALL_ATTENTION_FUNCTIONS" not in source, "its code does not call transformers' AttentionInterface"),
     ]
     for wrong, reason in reasons:
         if wrong:

@@ -31,6 +31,7 @@ from octavo.models.transformers_check import (
     record,
     refusal,
 )
+from octavo.models.transformers_falcon import adapt_falcon
 from octavo.models.transformers_weights import WeightPlan, load_weights
 
 logger = logging.getLogger(__name__)
@@ -144,6 +145,10 @@ def _head_of(model: Any) -> Any:
     return head
 
 
+# Model types whose attention does not go through AttentionInterface, and what makes it.
+ADAPTERS = {"falcon": adapt_falcon}
+
+
 def load_transformers_model(architecture: str, source: WeightSource, max_model_len: int | None) -> TransformersLM:
     """Builds `architecture` by transformers and fills it from `source`; refuses what would be served wrong first."""
     from transformers import AttentionInterface
@@ -151,7 +156,8 @@ def load_transformers_model(architecture: str, source: WeightSource, max_model_l
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
     config = _build_config(architecture, source.checkpoint.config)
     cls = model_class(architecture, config)
-    check_class(architecture, cls, config)
+    adapt = ADAPTERS.get(config.model_type)
+    check_class(architecture, cls, config, adapted=adapt is not None and adapt(IMPLEMENTATION, paged_attention))
     max_position = _max_position(architecture, config, max_model_len)
     calls, hidden_size = _probe(architecture, cls, config, max_position)
     with parameters_on_meta():

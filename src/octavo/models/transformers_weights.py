@@ -17,6 +17,8 @@ from octavo.layers.embedding import Embedding, OutputLayer
 from octavo.layers.linear import Linear, LinearRotations
 from octavo.layers.weights import WeightSource
 
+LINEAR_CLASSES = ("Linear", "FalconLinear")  # Falcon's adds its bias to the rounded product; here it is rounded once
+
 
 class WeightPlan:
     """For each parameter of `model`, the checkpoint tensor or the conversion of several (fused experts) that gives it.
@@ -108,7 +110,7 @@ def load_weights(model: Any, plan: WeightPlan) -> None:
     """
     tied = _tie_output(model, plan)
     for path, module in list(model.named_modules()):
-        if type(module) is nn.Linear and module not in tied:
+        if isinstance(module, nn.Linear) and type(module).__name__ in LINEAR_CLASSES and module not in tied:
             _replace(model, path, _load_linear(path, module, plan, model.get_output_embeddings() is module))
     for path, module in list(model.named_modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
