@@ -101,7 +101,7 @@ def test_every_thread_does_its_part(
 
 @needs_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 30, 64])
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
 @pytest.mark.parametrize("gate", [None, "silu"])
 @pytest.mark.parametrize("group", [32, 64, 128, 4096])
 def test_products_on_the_gpu(rows: int, gate: str | None, group: int) -> None:
@@ -113,3 +113,10 @@ def test_products_on_the_gpu(rows: int, gate: str | None, group: int) -> None:
     for early in (False, True):
         out = linear_w4.few_rows(x.cuda(), weight, on_gpu[0], torch.float32, gate, on_gpu[1], early)
         assert float((out.cpu() - wanted).norm() / wanted.norm()) < 1e-4
+
+
+def test_sizes_fill_the_gpu_with_equal_parts() -> None:
+    """The products of an 8B model: fused q, k and v; output; gate and up; down."""
+    shapes = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+    assert [linear_w4.sizes_for(8, n, k).parts for n, k in shapes] == [4, 8, 1, 8]
+    assert [linear_w4.sizes_for(rows, 4096, 4096).nt for rows in (2, 8, 9, 16)] == [1, 1, 2, 2]

@@ -11,8 +11,9 @@ from torch import Tensor
 from octavo.ops.cuda import compiler
 from octavo.ops.triton import runtime
 
-MOST_ROWS = 64
+MOST_ROWS = 16  # from there on Triton's kernel is faster, which has no tile of 8 rows but larger instructions
 _UNIT = 128  # columns
+_MULTIPROCESSORS = 132
 _ACTIVATIONS = {None: 0, "silu": 0, "gelu_tanh": 1}
 _STEPS_A_GROUP = {32: 2, 64: 4}  # of 16 columns; larger groups count as one unit
 _UNIT_GROUPS = {_UNIT << shift: shift for shift in range(12)}
@@ -81,14 +82,16 @@ def group_shift(columns: int, groups: int) -> int:
     return _UNIT_GROUPS.get(columns // groups, 0)
 
 
-def sizes_for(rows: int, n: int, columns: int, gated: bool) -> Sizes:
-    """Sizes for `rows` of x and a weight with `n` rows in all."""
-    nt = next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
-    mt, rw, kw, ahead = (1, 4, 2, 2) if nt == 8 else (2, 4, 2, 2)
-    tiles = -(-n // (16 * mt * rw))
-    units = columns // _UNIT
-    parts = max(1, min(264 // tiles, units // (2 * kw)))
-    return Sizes(nt, mt, rw, kw, ahead, kw * ahead, -(-units // -(-units // parts)))
+def sizes_for(rows: int, n: int, columns: int) -> Sizes:
+    """Sizes for `rows` of x and a weight with `n` rows in all: two blocks a multiprocessor, equal parts of K.
+
+    Measured on an H200 with `benchmarks/gpu_w4.py` (2026-11-30); other blocks gained 3 % at most for some shapes.
+    """
+    mt, rw, kw, ahead = 2, 4, 2, 2
+    tiles, units = -(-n // (16 * mt * rw)), columns // _UNIT
+    most = max(1, min(2 * _MULTIPROCESSORS // tiles, units // (kw * ahead)))
+    parts = next(parts for parts in range(most, 0, -1) if units % parts == 0)
+    return Sizes(1 if rows <= 8 else 2, mt, rw, kw, ahead, kw * ahead, parts)
 
 
 def few_rows(
@@ -101,11 +104,11 @@ def few_rows(
     early: bool,
     sizes: Sizes | None = None,
 ) -> Tensor:
-    """residual + gate(x W^T + bias) as `octavo.ops.triton.linear.few_rows`; x [M, K] bf16, at most 64 rows."""
+    """residual + gate(x W^T + bias) as `octavo.ops.triton.linear.few_rows`; x [M, K] bf16, at most 64 rows, 16 by default sizes."""
     rows, k = x.shape
     n = weight.shape[0] if gate is None else weight.shape[0] // 2
     if sizes is None:
-        sizes = sizes_for(rows, weight.shape[0], k, gate is not None)
+        sizes = sizes_for(rows, weight.shape[0], k)
     width = sizes.rows if gate is None else sizes.rows // 2
     tiles, units = -(-n // width), k // _UNIT
     out = torch.empty((rows, n), dtype=out_dtype, device=x.device)
