@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.ops.cuda import compiler
 from octavo.ops.triton import runtime
 
-MOST_ROWS = 16  # from there on Triton's kernel is faster, which has no tile of 8 rows but larger instructions
+MOST_ROWS = 16  # from there on Triton's kernel is as fast: the larger products of wgmma make good for what it wastes
 _UNIT = 128  # columns
 _MULTIPROCESSORS = 132
 _ACTIVATIONS = {None: 0, "silu": 0, "gelu_tanh": 1}
@@ -104,7 +104,7 @@ def few_rows(
     early: bool,
     sizes: Sizes | None = None,
 ) -> Tensor:
-    """residual + gate(x W^T + bias) as `octavo.ops.triton.linear.few_rows`; x [M, K] bf16, at most 64 rows, 16 by default sizes."""
+    """residual + gate(x W^T + bias) as `octavo.ops.triton.linear.few_rows`; x [M, K] bf16 of at most MOST_ROWS rows."""
     rows, k = x.shape
     n = weight.shape[0] if gate is None else weight.shape[0] // 2
     if sizes is None:
