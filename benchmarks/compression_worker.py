@@ -29,13 +29,13 @@ def compress_octavo(model: str, recipe: str, windows: np.ndarray, output_dir: Pa
     """Write the checkpoint by `octavo.oneshot`; seconds that it took."""
     from octavo import oneshot
 
-    data: dict[str, Any] = {} if device == "cpu" else {"device": device}
+    data: dict[str, Any] = {}
     if OCTAVO_RECIPES[recipe]:
-        data |= {
+        data = {
             "dataset": windows.tolist(), "num_calibration_samples": len(windows), "max_seq_length": windows.shape[1],
         }  # fmt: skip
     started = time.perf_counter()
-    oneshot(model, recipe=octavo_recipe(recipe), output_dir=output_dir, **data)
+    oneshot(model, recipe=octavo_recipe(recipe), output_dir=output_dir, device=device, **data)
     return time.perf_counter() - started
 
 
