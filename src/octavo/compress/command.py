@@ -22,12 +22,17 @@ _GPTQ_SETTINGS = ("dampening_frac", "block_size", "actorder")
 def run(config: CompressConfig, quiet: bool = False) -> CompressionResult:
     """Compress as the settings say and print the report, unless `quiet`. UserError says what is wrong with them."""
     spec, modifiers = spec_of(config), modifiers_of(config)
-    source = open_source(config.model, check=lambda empty: plan_of(empty, modifiers))
-    result = CompressionJob(source, modifiers, spec, None).run(Path(config.output_dir), config.resume)
+    source = open_source(config.model, check=lambda empty: plan_of(empty, modifiers), device=config.device)
+    job = CompressionJob(source, modifiers, spec, config.batch_size)
+    result = job.run(Path(config.output_dir), config.resume, (lambda line: None) if quiet else _say)
     if not quiet:
         print("\n".join(report_lines(result.report)))
         print(f"written to {config.output_dir}")
     return result
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def spec_of(config: CompressConfig) -> CalibrationSpec:

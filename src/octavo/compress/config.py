@@ -55,6 +55,10 @@ class CompressConfig:
     dampening_frac: float = setting(0.01, "gptq: added to the Hessian's diagonal, in units of its mean")
     block_size: int = setting(128, "gptq: columns that are rounded before the rest is brought up to date")
     actorder: str = setting("static", "gptq: take columns by importance, or as they are", choices=("static", "none"))
+    batch_size: int | None = setting(
+        None, "sequences a forward pass; if not given, all at once where they fit, else some", metavar="N"
+    )
+    device: str = setting("auto", "where blocks run: 'auto', 'cpu' or 'cuda'", choices=("auto", "cpu", "cuda"))
     seed: int = setting(0, "seed of everything that is drawn at random")
     resume: bool = setting(False, "go on after the blocks that an interrupted run finished")
 

@@ -28,7 +28,7 @@ from octavo.compress.work_folder import WorkFolder
 REPORT = "compression_report.json"
 RECIPE = "recipe.yaml"
 CONFIG = "config.json"
-_SHARD_BYTES = 2_000_000_000  # held in memory while it is gathered
+SHARD_BYTES = 2_000_000_000  # held in memory while it is gathered
 
 
 def quantization_config(plan: Plan) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def write_checkpoint(
     source: ModelSource, blocks: Blocks, plan: Plan, folder: WorkFolder, directory: Path
 ) -> dict[str, tuple[int, int]]:
     """Gather the finished blocks and all other tensors into shards; returns (elements, bytes) by tensor name."""
-    writer = ShardWriter(directory, _SHARD_BYTES)
+    writer = ShardWriter(directory, SHARD_BYTES)
     sizes: dict[str, tuple[int, int]] = {}
     for name, tensor in _all_tensors(source, blocks, folder):
         writer.add(name, tensor)
@@ -112,7 +112,7 @@ def attach_save(source: ModelSource, plan: Plan, results: list[LayerResult], rec
     original = source.model.save_pretrained
 
     def save_pretrained(
-        self: Any, save_directory: str | Path, save_compressed: bool = True, max_shard_size: int = _SHARD_BYTES
+        self: Any, save_directory: str | Path, save_compressed: bool = True, max_shard_size: int = SHARD_BYTES
     ) -> None:
         if not save_compressed:
             original(save_directory)

@@ -7,6 +7,7 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from octavo.compress.assignment import Plan, make_plan
 from octavo.compress.blocks import Blocks, find_blocks
 from octavo.compress.calibration import CalibrationData, CalibrationSpec, load_calibration
 from octavo.compress.chain import check_chain
+from octavo.compress.estimate import check, estimate
 from octavo.compress.export import CONFIG, RECIPE, REPORT, attach_copy, attach_save, write_checkpoint
 from octavo.compress.memory import reused_buffers
 from octavo.compress.model_source import ModelSource
@@ -32,10 +34,11 @@ from octavo.compress.walker import Keep
 from octavo.compress.work_folder import WorkFolder, remove_work
 from octavo.errors import UserError
 from octavo.folders import output_folder
-from octavo.ops.device import free_device_memory
+from octavo.ops.device import free_device_memory, peak_device_memory
 from octavo.progress import Progress
 
 _ONE_BATCH_BYTES = 3_000_000_000  # activations of the whole calibration set in one block that are still held at once
+_BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}  # that keep the device busy
 _MUCH = 1_000_000_000  # bytes of inputs that are kept from one block to the next
 
 
@@ -65,7 +68,10 @@ class CompressionJob:
         self.source, self.modifiers, self.spec, self.batch_size = source, modifiers, spec, batch_size
         self.blocks, self.plan = plan_of(source.model, modifiers)
 
-    def run(self, output_dir: Path | None, resume: bool) -> CompressionResult:
+    def run(
+        self, output_dir: Path | None, resume: bool, say: Callable[[str], object] = lambda line: None
+    ) -> CompressionResult:
+        """Compress, and write to `output_dir` if that is given; `say` is told what it will need before it begins."""
         if resume and output_dir is None:
             raise UserError("resume needs the output_dir of the interrupted run", param="resume")
         started = time.perf_counter()
@@ -79,11 +85,15 @@ class CompressionJob:
             self._restore(output_dir)
             return CompressionResult(output_dir, finished)
         batches = self._batches(data)
+        keep = self._keep(data)
+        needs = estimate(self.source, self.blocks, self.plan, batches, keep)
+        check(needs, self.source, output_dir)
+        say(needs.line())
         folder = None if output_dir is None else WorkFolder(output_dir, fingerprint, resume)
         self.plan.notes += survey(self.source, self.blocks, self.plan, batches)
-        pipeline = BlockPipeline(self.source, self.blocks, self.plan, batches, self._keep(data), self.spec.seed)
+        pipeline = BlockPipeline(self.source, self.blocks, self.plan, batches, keep, self.spec.seed)
         results = self._compress(pipeline, folder, batches)
-        report = self._report(data, fingerprint, results, pipeline)
+        report = self._report(data, fingerprint, results, pipeline) | {"estimate": needs.to_report()}
         if output_dir is None or folder is None:
             attach_save(self.source, self.plan, results, dump_recipe(self.modifiers))
         else:
@@ -145,7 +155,8 @@ class CompressionJob:
         alike = len({sample.shape[1] for sample in samples}) == 1
         if not alike:
             return samples
-        size = self.batch_size or (len(samples) if self._fits(data.tokens) else 1)
+        some = max(1, _BATCH_TOKENS[self.source.device.type] // samples[0].shape[1])
+        size = self.batch_size or (len(samples) if self._fits(data.tokens) else some)
         return [torch.cat(samples[start : start + size]) for start in range(0, len(samples), size)]
 
     def _fits(self, tokens: int) -> bool:
@@ -200,6 +211,7 @@ class CompressionJob:
             "notes": notes + [note for result in results for note in result.notes],
             "seconds": {"total": sum(seconds.values())} | seconds,
             "peak_memory_bytes": peak_memory(),
+            "peak_device_memory_bytes": peak_device_memory(self.source.device),
             "environment": environment(),
             "fingerprint": fingerprint,
         }

@@ -31,6 +31,7 @@ def oneshot(
     batch_size: int | None = None,
     seed: int = 0,
     resume: bool = False,
+    device: str = "auto",
 ) -> Any:
     """Compress `model` as `recipe` says, write it to `output_dir` if that is given, and return the changed model.
 
@@ -39,8 +40,10 @@ def oneshot(
     name on the Hub, a file, a datasets.Dataset, or a list of texts; the built-in text without one. tokenizer: a
     directory, an id or a tokenizer, by default the model's. max_seq_length: tokens a sequence,
     by default 512 or the model's context if that is shorter. batch_size: sequences a forward pass; by default all at
-    once where they are of one length and fit, else one. resume goes on after the blocks that an interrupted call
-    finished in `output_dir`. After this, `model.save_pretrained(directory)` writes the compressed checkpoint as well.
+    once where they are of one length and fit, else some. device: "cuda", "cpu", or "auto", the GPU where there is one;
+    only the block in hand, its statistics and the activations are there. resume goes on after the blocks that an
+    interrupted call finished in `output_dir`. After this, `model.save_pretrained(directory)` writes the compressed
+    checkpoint as well.
 
     Raises UserError for whatever is wrong with the arguments, the model or the data; an unknown keyword is a TypeError.
     """
@@ -51,7 +54,9 @@ def oneshot(
         shuffle_calibration_samples, concatenate_data, streaming, seed,
     )  # fmt: skip
     modifiers = parse_recipe(recipe)
-    source = open_source(model, _tokenizer(tokenizer), keep=True, check=lambda empty: plan_of(empty, modifiers))
+    source = open_source(
+        model, _tokenizer(tokenizer), keep=True, check=lambda empty: plan_of(empty, modifiers), device=device
+    )
     job = CompressionJob(source, modifiers, spec, batch_size)
     job.run(None if output_dir is None else Path(output_dir), resume)
     return source.model
