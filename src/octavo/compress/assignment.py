@@ -88,6 +88,7 @@ def make_plan(model: Any, blocks: Blocks, modifiers: Sequence[Modifier]) -> Plan
         for (wanted, used, columns), count in refitted.items()
     ]
     for transform in plan.transforms:
+        transform.follow(plan.layers)
         plan.notes += transform.prepare(model, blocks)
     return plan
 

@@ -42,7 +42,7 @@ def parse_recipe(recipe: Any) -> list[Modifier]:
     UserError names whatever does not fit.
     """
     if isinstance(recipe, Modifier):
-        return [recipe]
+        return recipe.expanded()
     if isinstance(recipe, list | tuple):
         return [modifier for part in recipe for modifier in parse_recipe(part)]
     if isinstance(recipe, str | Path):
@@ -85,7 +85,7 @@ def _from_mapping(content: Mapping[str, Any]) -> list[Modifier]:
         if str(key).endswith("_stage"):
             modifiers += _from_mapping(value)
         else:
-            modifiers += [_modifier(name, arguments) for name, arguments in value.items()]
+            modifiers += [part for name, given in value.items() for part in _modifier(name, given).expanded()]
     if not modifiers:
         raise UserError(f"the recipe names no modifier; known are {', '.join(MODIFIERS)}", param="recipe")
     return modifiers

@@ -7,6 +7,7 @@ the model computes, pruners set weights of linear layers to zero, quantizers giv
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -79,6 +80,10 @@ class Modifier(ABC):
         settings = fields(self)  # type: ignore[arg-type]
         return {f.name: getattr(self, f.name) for f in settings if getattr(self, f.name) != f.default}
 
+    def expanded(self) -> list[Modifier]:
+        """The modifiers that it stands for in a recipe."""
+        return [self]
+
     @abstractmethod
     def unused_patterns(self, modules: dict[str, nn.Module]) -> list[str]:
         """Messages about targets and ignore strings that mean no module."""
@@ -89,6 +94,9 @@ class Transform(Modifier):
 
     calibrated = False  # whether it looks at inputs, as `watch` says
     unties_embeddings = False  # whether the output layer gets a weight of its own
+
+    def follow(self, layers: Mapping[str, Any]) -> None:
+        """Told before `prepare` what happens to the linear layers afterwards: Assignments by full name."""
 
     @abstractmethod
     def prepare(self, model: Any, blocks: Blocks) -> list[str]:
@@ -145,6 +153,10 @@ class Quantizer(LayerModifier):
     @abstractmethod
     def claim(self, name: str, module: nn.Module) -> SchemeGroup | None:
         """The scheme that it has for a module, None if it leaves it alone."""
+
+    @abstractmethod
+    def observer_name(self, of_group: str | None) -> str:
+        """The observer of a layer whose config group asks for `of_group` (None: for none in particular)."""
 
     @abstractmethod
     def quantize(self, layers: list[LinearLayer], inputs: InputStatistics | None) -> list[LayerResult]:

@@ -54,7 +54,7 @@ class GPTQModifier(QuantizationModifier):
         hessian = inputs.hessian()
         solved: dict[str, LayerResult] = {}
         for batch in _solvable_together(layers):
-            observer, scheme = self._observer_name(batch[0].observer), batch[0].scheme
+            observer, scheme = self.observer_name(batch[0].observer), batch[0].scheme
             assert scheme is not None
             settings = GPTQSettings(self.block_size, self.dampening_frac, _ACT_ORDERS[self.actorder], observer)
             masks = [layer.mask for layer in batch]

@@ -53,10 +53,10 @@ class QuantizationModifier(Quantizer):
         if self.kv_cache_scheme is not None:
             check_kv_cache_scheme(self.kv_cache_scheme)
         self._ignore = as_tuple(self.ignore)  # type: ignore[arg-type]
-        for name in [self._observer_name(group.observer) for group in groups]:
+        for name in [self.observer_name(group.observer) for group in groups]:
             observer(name)
 
-    def _observer_name(self, of_group: str | None) -> str:
+    def observer_name(self, of_group: str | None) -> str:
         given: Any = self.weight_observer or self.observer
         if isinstance(given, Mapping):
             unknown = set(given) - {"weights"}
@@ -67,7 +67,7 @@ class QuantizationModifier(Quantizer):
 
     @property
     def statistics(self) -> frozenset[str]:
-        used = [self._observer_name(group.observer) for group in self._groups]
+        used = [self.observer_name(group.observer) for group in self._groups]
         kinds = {"diagonal"} if any(name in USES_IMPORTANCE for name in used) else set()
         if any(_is_static(group.scheme) for group in self._groups):
             kinds.add("range")
@@ -95,7 +95,7 @@ class QuantizationModifier(Quantizer):
         return results
 
     def _round(self, layer: LinearLayer, inputs: InputStatistics | None, overall: float | None) -> LayerResult:
-        name = self._observer_name(layer.observer)
+        name = self.observer_name(layer.observer)
         importance = inputs.diagonal() if inputs is not None and name in USES_IMPORTANCE else None
         assert layer.scheme is not None
         grid = choose_grid(layer.weight, importance, layer.scheme, name, layer.scale_dtype, overall)
