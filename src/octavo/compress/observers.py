@@ -238,7 +238,8 @@ def choose_grid(
     values = _by_groups(weight, group_width(scheme, weight.shape[1]), together)
     weights = None
     if importance is not None:
-        weights = importance / importance.mean().clamp_min(_TINY)
+        # A floor, so that weights of inputs that were never seen keep a scale.
+        weights = (importance / importance.mean().clamp_min(_TINY)).clamp_min(1e-6)
         weights = _by_groups(weights[None], group_width(scheme, weight.shape[1]), 1).repeat(1, 1, together)
     if weight.is_cuda:
         fit = choose(values, weights, target)

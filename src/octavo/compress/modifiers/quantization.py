@@ -61,7 +61,7 @@ class QuantizationModifier(Quantizer):
         if isinstance(given, Mapping):
             unknown = set(given) - {"weights"}
             if unknown:
-                raise UserError(f"observers for {sorted(unknown)} are not there yet; only weights have one")
+                raise UserError(f"observer has keys {sorted(unknown)}; only 'weights' is chosen by an observer")
             given = given.get("weights")
         return given or of_group or self.default_observer
 
@@ -96,7 +96,8 @@ class QuantizationModifier(Quantizer):
 
     def _round(self, layer: LinearLayer, inputs: InputStatistics | None, overall: float | None) -> LayerResult:
         name = self.observer_name(layer.observer)
-        importance = inputs.diagonal() if inputs is not None and name in USES_IMPORTANCE else None
+        seen = inputs is not None and inputs.tokens > 0
+        importance = inputs.diagonal() if inputs is not None and seen and name in USES_IMPORTANCE else None
         assert layer.scheme is not None
         grid = choose_grid(layer.weight, importance, layer.scheme, name, layer.scale_dtype, overall)
         codes = quantize(layer.weight, grid, layer.scheme)
@@ -136,5 +137,4 @@ def _input_scale(result: LayerResult, inputs: InputStatistics | None) -> Tensor:
         return torch.ones(1)
     peak = torch.maximum(-inputs.minimum().min(), inputs.maximum().max())
     levels = FP8.high if result.scheme.activations.type == "float" else integer(8).high
-    scale = ScaleKind(result.scale_dtype).usable(peak.reshape(1) / levels)
-    return scale
+    return ScaleKind(result.scale_dtype).usable(peak.reshape(1) / levels)
