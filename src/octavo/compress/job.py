@@ -22,6 +22,7 @@ from octavo.compress.blocks import Blocks, find_blocks
 from octavo.compress.calibration import CalibrationData, CalibrationSpec, load_calibration
 from octavo.compress.chain import check_chain
 from octavo.compress.estimate import check, estimate
+from octavo.compress.experts import calibrate_all_experts
 from octavo.compress.export import CONFIG, RECIPE, REPORT, attach_copy, attach_save, write_checkpoint
 from octavo.compress.memory import reused_buffers
 from octavo.compress.model_source import ModelSource
@@ -67,6 +68,7 @@ class CompressionJob:
             raise UserError(f"batch_size is {batch_size}; it must be at least 1", param="batch_size")
         self.source, self.modifiers, self.spec, self.batch_size = source, modifiers, spec, batch_size
         self.blocks, self.plan = plan_of(source.model, modifiers)
+        calibrate_all_experts(source.model, spec.moe_calibrate_all_experts)
 
     def run(
         self, output_dir: Path | None, resume: bool, say: Callable[[str], object] = lambda line: None
@@ -78,7 +80,10 @@ class CompressionJob:
         torch.manual_seed(self.spec.seed)
         if output_dir is not None:
             self._check_folder(output_dir)
-        data = self._calibration()
+        lacks = self.source.lacks_tokenizer()
+        if lacks:
+            self.plan.notes.append(f"no tokenizer is written: {lacks}")
+        data = self._calibration(lacks)
         fingerprint = self._fingerprint(data)
         if resume and output_dir is not None and (finished := _finished(output_dir, fingerprint)) is not None:
             remove_work(output_dir)
@@ -142,11 +147,16 @@ class CompressionJob:
                     value.copy_(checkpoint.tensor(full))
         attach_copy(self.source, output_dir)
 
-    def _calibration(self) -> CalibrationData | None:
+    def _calibration(self, lacks_tokenizer: str | None) -> CalibrationData | None:
         if not self.plan.needs_data():
             return None
         spec = self.spec.within(getattr(self.source.model.config.get_text_config(), "max_position_embeddings", None))
-        return load_calibration(spec, self.source.tokenizer)
+        if lacks_tokenizer is None:
+            return load_calibration(spec, self.source.tokenizer)
+        try:
+            return load_calibration(spec, None)  # token ids need none
+        except UserError as error:
+            raise UserError(f"{error} ({lacks_tokenizer})", param=error.param) from None
 
     def _batches(self, data: CalibrationData | None) -> list[Tensor]:
         if data is None:
@@ -184,6 +194,7 @@ class CompressionJob:
             "recipe": dump_recipe(self.modifiers),
             "calibration data": "none" if data is None else data.digest(),
             "batch size": str(self.batch_size),
+            "experts": "all tokens" if self.spec.moe_calibrate_all_experts else "their tokens",
             "seed": str(self.spec.seed),
             "precision": str(dtype),
         }

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from octavo.checkpoint.base import save_tokenizer
 from octavo.checkpoint.reader import Checkpoint, load_tokenizer, open_checkpoint
 from octavo.compress.blocks import refuse_unless_chain
+from octavo.compress.experts import separate_experts
 from octavo.engine.loading import pick_device
 from octavo.errors import CheckpointError, UnsupportedModelError, UserError
 
@@ -67,10 +69,17 @@ class ModelSource(ABC):
         The value is what the model holds now, or the checkpoint's where the model holds none.
         """
 
+    def lacks_tokenizer(self) -> str | None:
+        """Why there is no tokenizer to write, or None."""
+        try:
+            return "the model has none" if self.tokenizer is None else None
+        except UserError as error:
+            return str(error)
+
     def save_files(self, directory: Path) -> None:
-        """Write tokenizer and generation config."""
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(directory)
+        """Write tokenizer, with its chat template, and generation config."""
+        if self.lacks_tokenizer() is None:
+            save_tokenizer(self.tokenizer, directory)
         generation = getattr(self.model, "generation_config", None)
         if generation is not None:
             generation.save_pretrained(directory)
@@ -82,6 +91,7 @@ class LoadedSource(ModelSource):
     def __init__(self, model: Any, tokenizer: Any, device: torch.device | None = None) -> None:
         refuse_unless_chain(model.config, type(model).__name__)
         self.model = model.eval()
+        separate_experts(model)
         self.name = model.config._name_or_path or type(model).__name__
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         self.compute_dtype = self.dtype
@@ -163,12 +173,13 @@ class CheckpointSource(ModelSource):
         self.checkpoint, self.name, self.keep = checkpoint, name, keep
         self.path = checkpoint.path
         self.device = device or torch.device("cpu")
-        self._tokenizer = tokenizer
+        self._given = self._tokenizer = tokenizer
         self._untied = False
         config = self.config_dict()
         self.dtype = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
         self.compute_dtype = compute_dtype(self.dtype, self.device)
         self.model = empty_model(config, self.compute_dtype, self.device)
+        separate_experts(self.model)
         self._tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
         self._names = self._checkpoint_names()
         self._reader: ThreadPoolExecutor | None = None
@@ -261,7 +272,10 @@ class CheckpointSource(ModelSource):
                 yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def save_files(self, directory: Path) -> None:
-        self.tokenizer.save_pretrained(directory)
+        if self._given is not None:
+            save_tokenizer(self._given, directory)
+        elif self.lacks_tokenizer() is None:
+            self.checkpoint.save_tokenizer(directory)
         if self.checkpoint.generation_config:
             text = json.dumps(self.checkpoint.generation_config, indent=2, sort_keys=True)
             (directory / "generation_config.json").write_text(text + "\n", encoding="utf-8")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,9 +70,8 @@ class BlockPipeline:
             if index + 1 < len(self.blocks.modules) and self._is_read(index + 1, folder):
                 self.source.fetch(self.blocks.modules[index + 1], self.blocks.name(index + 1))
             results = self._block(index, block, folder)
-            if folder is not None:
-                for result in results:
-                    result.codes = None
+            for result in results:
+                _let_go(result, kept=folder is None)
             everything += results
             with self.phases("read"):
                 self.source.release(block, self.blocks.name(index))
@@ -243,6 +243,18 @@ def _hooks(groups: list[Group], action: Callable[[Group, Tensor], None]) -> Iter
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _let_go(result: LayerResult, kept: bool) -> None:
+    """What was computed goes to the host's memory, or is in its file already."""
+    if result.codes is None or result.grid is None:
+        return
+    if not kept:
+        result.codes = result.grid = None
+        return
+    grid = result.grid
+    zero = None if grid.zero_point is None else grid.zero_point.cpu()
+    result.codes, result.grid = result.codes.cpu(), replace(grid, scale=grid.scale.cpu(), zero_point=zero)
 
 
 def _errors(results: list[LayerResult]) -> str:
