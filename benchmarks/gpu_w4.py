@@ -36,7 +36,7 @@ SHAPES = {
 }
 BLOCKS = [
     (2, 4, 2, 2, 4), (2, 4, 2, 3, 6), (2, 2, 2, 2, 4), (1, 4, 2, 2, 4), (1, 4, 2, 4, 8), (1, 4, 4, 2, 8),
-    (1, 8, 2, 2, 4), (1, 4, 1, 4, 4),
+    (1, 8, 2, 2, 4), (1, 4, 1, 4, 4), (1, 7, 2, 2, 4), (1, 7, 4, 2, 8),
 ]  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def check(x: Tensor, weight: TritonCodes, gate: str | None, out: Tensor) -> None
 
 
 def _product(x: Tensor, gate: str | None, sizes: Sizes, weight: TritonCodes) -> Tensor:
-    return linear_w4.few_rows(x, weight, None, torch.bfloat16, gate, None, True, sizes)
+    return linear_w4.few_rows(x, weight, None, torch.bfloat16, None, 0.0, gate, None, True, sizes)
 
 
 def best_sizes(
@@ -157,7 +157,7 @@ def main() -> None:
     begin = time.perf_counter()
     layers = [[random_weight(n, k) for n, k, _ in shapes] for _ in range(6 if options.shape == "8B" else 28)]
     wanted = {
-        (sizes._replace(parts=1), linear_w4.steps_a_group(k, k // GROUP), gate is not None, False)
+        (sizes._replace(parts=1), linear_w4.steps_a_group(k, k // GROUP), False, gate is not None, False)
         for rows, (n, k, gate) in itertools.product(all_rows, shapes)
         for sizes in candidates(rows, n, k)
     }

@@ -121,6 +121,11 @@ inline Words load_words(const Words* p) { return *p; }
 inline void copy_async(void* to, const void* from) { std::memcpy(to, from, 16); }
 inline void copies_commit() {}
 inline void copies_wait() {}
+inline float reciprocal_root(float x) { return 1.0f / std::sqrt(x); }
+inline uint32_t times(uint32_t x, uint32_t y) {
+    using namespace emulator;
+    return rounded(bf16(x, 0) * bf16(y, 0)) | (uint32_t)rounded(bf16(x, 1) * bf16(y, 1)) << 16;
+}
 inline float from_bf16(uint16_t x) { return emulator::bf16(x, 0); }
 inline uint16_t to_bf16(float x) { return emulator::rounded(x); }
 inline int arrive(int* counter) { return (*counter)++; }

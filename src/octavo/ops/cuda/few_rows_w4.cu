@@ -12,7 +12,10 @@
 // that takes longer than the weights. Where K is split over blocks, the last one to arrive adds all parts in order.
 //
 // Compiled with NT (tiles of 8 rows of x), MT (tiles of 16 rows of W a warp), RW, KW, AHEAD (units that a warp has asked
-// for), CHUNK, GJ (steps that share a scale: 8, 4, 2, or 0 for one scale a row), GATED, OUT_FLOAT.
+// for), CHUNK, GJ (steps that share a scale: 8, 4, 2, or 0 for one scale a row), NORMED, GATED, OUT_FLOAT.
+//
+// An RMS norm of x needs no pass of its own: x * weight enters the product, the squares of x are summed beside it, and the
+// rows of the result are scaled at the end.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -60,6 +63,12 @@ __device__ __forceinline__ u32 as_bf16(u32 halves) {
     return r;
 }
 
+__device__ __forceinline__ u32 times(u32 x, u32 y) {
+    u32 r;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+    return r;
+}
+__device__ __forceinline__ float reciprocal_root(float x) { return rsqrtf(x); }
 __device__ __forceinline__ float from_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
 __device__ __forceinline__ u16 to_bf16(float x) {
     u16 r;
@@ -76,6 +85,7 @@ __device__ __forceinline__ float exponential(float x) { return __expf(x); }
 
 constexpr int WARPS = RW * KW, THREADS = 32 * WARPS, ROWS = RW * MT * 16, BATCH = 8 * NT;
 constexpr int STRIDE = CHUNK * 128 + 16;  // halves from one row of x in shared memory to the next: 32 bytes of offset
+constexpr int INPUTS = (BATCH + NORMED) * STRIDE;  // halves of a chunk of x, and of the norm's weight behind it
 constexpr int SUMS = ROWS + 4;            // floats from one row of the results to the next
 constexpr int ROUNDS = CHUNK / KW;  // units of a chunk that a warp multiplies
 static_assert(CHUNK % (KW * AHEAD) == 0, "a warp's units of a chunk must come round to the same registers");
@@ -110,8 +120,15 @@ __device__ __forceinline__ void load_unit(Unit& u, const Words* w, const float* 
         }
 }
 
+__device__ __forceinline__ float square_sum(u32 pair) {
+    const float low = from_bf16(pair & 0xffff), high = from_bf16(pair >> 16);
+    return low * low + high * high;
+}
+
+// `counts`: whether this warp adds up the squares of x.
 template <int BYTE>
-__device__ __forceinline__ void two_steps(const Unit& u, const u16* x, float (&sums)[MT][NT][4]) {
+__device__ __forceinline__ void two_steps(const Unit& u, const u16* x, const u16* norm, float (&squares)[NT], bool counts,
+                                          float (&sums)[MT][NT][4]) {
     u32 pairs[MT][4];
 #pragma unroll
     for (int i = 0; i < MT; i++) {
@@ -129,7 +146,13 @@ __device__ __forceinline__ void two_steps(const Unit& u, const u16* x, float (&s
             for (int q = 0; q < 4; q++) a[i][q] = as_bf16(step ? pairs[i][q] >> 4 : pairs[i][q]);
 #pragma unroll
         for (int tile = 0; tile < NT; tile++) {
-            const uint2 b = *(const uint2*)(x + tile * 8 * STRIDE + (2 * BYTE + step) * 16);
+            uint2 b = *(const uint2*)(x + tile * 8 * STRIDE + (2 * BYTE + step) * 16);
+            if (NORMED) {
+                if (counts) squares[tile] += square_sum(b.x) + square_sum(b.y);
+                const uint2 weight = *(const uint2*)(norm + (2 * BYTE + step) * 16);
+                b.x = times(b.x, weight.x);
+                b.y = times(b.y, weight.y);
+            }
 #pragma unroll
             for (int i = 0; i < MT; i++) mma(sums[i][tile], a[i], b.x, b.y);
         }
@@ -156,23 +179,25 @@ __device__ __forceinline__ void load_scales(float (&out)[MT][2], const float* sc
         for (int h = 0; h < 2; h++) out[i][h] = scale[at.scale[i][h] + (unit * 8 + j) / (GJ > 0 ? GJ : 1)];
 }
 
-__device__ __forceinline__ void multiply_unit(const Unit& u, const u16* x, float (&total)[MT][NT][4],
+__device__ __forceinline__ void multiply_unit(const Unit& u, const u16* x, const u16* norm, float (&squares)[NT],
+                                              bool counts, float (&total)[MT][NT][4],
                                               float (&sums)[MT][NT][4], const float* scale, const Places& at,
                                               u32 unit) {
     float own[MT][2];
-    two_steps<0>(u, x, GJ ? sums : total);
+    two_steps<0>(u, x, norm, squares, counts, GJ ? sums : total);
     if (GJ == 2) { load_scales(own, scale, at, unit, 0); scale_sums(total, sums, own); }
-    two_steps<1>(u, x, GJ ? sums : total);
+    two_steps<1>(u, x, norm, squares, counts, GJ ? sums : total);
     if (GJ == 2 || GJ == 4) { load_scales(own, scale, at, unit, 2); scale_sums(total, sums, own); }
-    two_steps<2>(u, x, GJ ? sums : total);
+    two_steps<2>(u, x, norm, squares, counts, GJ ? sums : total);
     if (GJ == 2) { load_scales(own, scale, at, unit, 4); scale_sums(total, sums, own); }
-    two_steps<3>(u, x, GJ ? sums : total);
+    two_steps<3>(u, x, norm, squares, counts, GJ ? sums : total);
     if (GJ == 2 || GJ == 4) { load_scales(own, scale, at, unit, 6); scale_sums(total, sums, own); }
     if (GJ == 8) scale_sums(total, sums, u.scale);
 }
 
 // Rows of x from column 128 * first on; rows that are not there keep what was, which no other row of the result sees.
-__device__ __forceinline__ void load_inputs(u16* to, const u16* x, u32 first, u32 count, u32 rows, u32 k, u32 thread) {
+__device__ __forceinline__ void load_inputs(u16* to, const u16* x, const u16* norm, u32 first, u32 count, u32 rows, u32 k,
+                                            u32 thread) {
     constexpr u32 PIECES = CHUNK * 16, ALL = BATCH * PIECES;  // of 16 bytes
 #pragma unroll
     for (u32 i = 0; i < (ALL + THREADS - 1) / THREADS; i++) {
@@ -180,14 +205,20 @@ __device__ __forceinline__ void load_inputs(u16* to, const u16* x, u32 first, u3
         if ((ALL % THREADS == 0 || p < ALL) && row < rows && piece < count * 16)
             copy_async(to + row * STRIDE + piece * 8, x + (row * k + first * 128 + piece * 8));
     }
+    if (NORMED && thread < count * 16) copy_async(to + BATCH * STRIDE + thread * 8, norm + (first * 128 + thread * 8));
     copies_commit();
 }
 
 // The sums of all warps of a block as [BATCH][SUMS] floats in shared memory, in the order of the parts of K.
-__device__ __forceinline__ void gather_sums(float* shared, float (&total)[MT][NT][4], int row, int part, int g, int t) {
+__device__ __forceinline__ void gather_sums(float* shared, float (&total)[MT][NT][4], const float (&squares)[NT], int row,
+                                            int part, int g, int t) {
     for (int turn = 0; turn < KW; turn++) {
         __syncthreads();
         if (part != turn) continue;
+        if (NORMED && row == 0) {
+#pragma unroll
+            for (int tile = 0; tile < NT; tile++) shared[BATCH * SUMS + (part * 4 + t) * BATCH + tile * 8 + g] = squares[tile];
+        }
 #pragma unroll
         for (int i = 0; i < MT; i++)
 #pragma unroll
@@ -201,25 +232,37 @@ __device__ __forceinline__ void gather_sums(float* shared, float (&total)[MT][NT
     __syncthreads();
 }
 
+// The sums of squares of the rows of x, which warps left in parts, in the place of the first part.
+__device__ __forceinline__ void add_squares(float* shared, int thread) {
+    float sum = 0.0f;
+    if (thread < BATCH)
+        for (int i = 0; i < 4 * KW; i++) sum += shared[BATCH * SUMS + i * BATCH + thread];
+    __syncthreads();
+    if (thread < BATCH) shared[BATCH * SUMS + thread] = sum;
+    __syncthreads();
+}
+
 __device__ __forceinline__ float activated(float gate, int activation) {
     if (activation == 0) return gate / (1.0f + exponential(-gate));
     const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);  // GELU's approximation by tanh
     return gate * (1.0f - 1.0f / (1.0f + exponential(2.0f * inner)));
 }
 
-__device__ __forceinline__ float with_scale_and_bias(float sum, int row, const float* scale, const u16* bias) {
+__device__ __forceinline__ float with_scale_and_bias(float sum, float inverse, int row, const float* scale, const u16* bias) {
+    if (NORMED) sum *= inverse;
     if (GJ == 0) sum *= scale[row];
     return bias ? sum + from_bf16(bias[row]) : sum;
 }
 
 __device__ __forceinline__ void write(const float* shared, const float* scale, const u16* bias, const u16* residual, void* out,
-                                      int tile, int rows, int n, int activation, int thread) {
+                                      int tile, int rows, int n, int k, int activation, float eps, int thread) {
     constexpr int WIDTH = GATED ? ROWS / 2 : ROWS;
     for (int p = thread; p < BATCH * WIDTH; p += THREADS) {
         const int m = p / WIDTH, r = p % WIDTH, row = tile * WIDTH + r;
         if (m >= rows || row >= n) continue;
-        float y = with_scale_and_bias(shared[m * SUMS + r], row, scale, bias);
-        if (GATED) y = activated(y, activation) * with_scale_and_bias(shared[m * SUMS + WIDTH + r], n + row, scale, bias);
+        const float inverse = NORMED ? reciprocal_root(shared[BATCH * SUMS + m] / k + eps) : 1.0f;
+        float y = with_scale_and_bias(shared[m * SUMS + r], inverse, row, scale, bias);
+        if (GATED) y = activated(y, activation) * with_scale_and_bias(shared[m * SUMS + WIDTH + r], inverse, n + row, scale, bias);
         const u64 place = (u64)m * n + row;
         if (residual) y += from_bf16(residual[place]);
         if (OUT_FLOAT) ((float*)out)[place] = y;
@@ -227,12 +270,16 @@ __device__ __forceinline__ void write(const float* shared, const float* scale, c
     }
 }
 
+__device__ __forceinline__ int place_of(int p) {
+    return p < BATCH * ROWS ? p / ROWS * SUMS + p % ROWS : BATCH * SUMS + p - BATCH * ROWS;
+}
+
 // Whether this block is the last of its tile; then shared memory holds the sums of all parts, added in their order.
 __device__ __forceinline__ bool is_last_part(float* shared, float* partial, int* counters, int tile, int part, int parts,
                                              int thread, int* flag) {
-    float* area = partial + (u64)tile * parts * (BATCH * ROWS);
-    for (int p = thread; p < BATCH * ROWS; p += THREADS)
-        area[(u64)part * (BATCH * ROWS) + p] = shared[p / ROWS * SUMS + p % ROWS];
+    constexpr int SIZE = BATCH * (ROWS + NORMED);  // of a part: the sums, and the squares behind them
+    float* area = partial + (u64)tile * parts * SIZE;
+    for (int p = thread; p < SIZE; p += THREADS) area[(u64)part * SIZE + p] = shared[place_of(p)];
     __syncthreads();
     if (thread == 0) {
         *flag = arrive(counters + tile) == parts - 1;
@@ -240,22 +287,22 @@ __device__ __forceinline__ bool is_last_part(float* shared, float* partial, int*
     }
     __syncthreads();
     if (!*flag) return false;
-    for (int p = thread; p < BATCH * ROWS; p += THREADS) {
+    for (int p = thread; p < SIZE; p += THREADS) {
         float sum = 0.0f;
-        for (int s = 0; s < parts; s++) sum += load_partial(area + (u64)s * (BATCH * ROWS) + p);
-        shared[p / ROWS * SUMS + p % ROWS] = sum;
+        for (int s = 0; s < parts; s++) sum += load_partial(area + (u64)s * SIZE + p);
+        shared[place_of(p)] = sum;
     }
     __syncthreads();
     return true;
 }
 
-// x [rows, k] bf16, w [N or 2 N, k / 128, 4] words, scale [.., groups] float, out [rows, n]. Grid (tiles of W, parts of
+// x [rows, k] bf16, w [N or 2 N, k / 128, 4] words, scale [.., groups] float, norm [k], out [rows, n]. Grid (tiles of W, parts of
 // K). group_shift: 2 ** group_shift units share a scale, where GJ is 8. activation: 0 SiLU, 1 GELU by tanh. early:
 // whether the kernel ahead may still run.
 extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 128 / THREADS)
-few_rows_w4(const u16* x, const Words* w, const float* scale, const u16* bias, const u16* residual, void* out,
-            float* partial, int* counters, int rows, int n, int k, int groups, int group_shift, int units_a_part,
-            int activation, int early) {
+few_rows_w4(const u16* x, const Words* w, const float* scale, const u16* norm, const u16* bias, const u16* residual,
+            void* out, float* partial, int* counters, int rows, int n, int k, int groups, int group_shift, int units_a_part,
+            int activation, float eps, int early) {
     DYNAMIC_SHARED(memory);
     __shared__ int flag;
     u16* inputs = (u16*)memory;
@@ -284,29 +331,31 @@ few_rows_w4(const u16* x, const Words* w, const float* scale, const u16* bias, c
         wait_for_kernel_ahead();
         let_next_kernel_start();
     }
-    float total[MT][NT][4] = {}, sums[MT][NT][4] = {};
-    load_inputs(inputs, x, begin, min(CHUNK, last - begin), rows, k, thread);
+    float total[MT][NT][4] = {}, sums[MT][NT][4] = {}, squares[NT] = {};
+    load_inputs(inputs, x, norm, begin, min(CHUNK, last - begin), rows, k, thread);
     int slot = 0;
     for (int chunk = 0; chunk < chunks; chunk++) {
         copies_wait();
         __syncthreads();  // this chunk is there, and nobody reads the one before any more
-        const u16* here = inputs + slot * (BATCH * STRIDE) + g * STRIDE + 4 * t;
+        const u16 *here = inputs + slot * INPUTS + g * STRIDE + 4 * t, *factors = inputs + slot * INPUTS + BATCH * STRIDE + 4 * t;
         slot ^= 1;
         int next = begin + CHUNK < last ? begin + CHUNK : first;
         if (chunk + 1 == chunks) next = last;
-        else load_inputs(inputs + slot * (BATCH * STRIDE), x, next, min(CHUNK, last - next), rows, k, thread);
+        else load_inputs(inputs + slot * INPUTS, x, norm, next, min(CHUNK, last - next), rows, k, thread);
 #pragma unroll
         for (int round = 0; round < ROUNDS; round++) {
             const int unit = begin + round * KW + turn;
             if (unit < last)
-                multiply_unit(ahead[round % AHEAD], here + (round * KW + turn) * 128, total, sums, scale, at, unit);
+                multiply_unit(ahead[round % AHEAD], here + (round * KW + turn) * 128, factors + (round * KW + turn) * 128,
+                              squares, row == 0, total, sums, scale, at, unit);
             const int wanted = (round + AHEAD < ROUNDS ? begin + (round + AHEAD) * KW : next + (round + AHEAD - ROUNDS) * KW) + turn;
             if (wanted < last) load_unit(ahead[round % AHEAD], w, scale, at, wanted, group_shift);
         }
         begin = next;
     }
     float* shared = (float*)memory;
-    gather_sums(shared, total, row, turn, g, t);
+    gather_sums(shared, total, squares, row, turn, g, t);
+    if (NORMED) add_squares(shared, thread);
     if (gridDim.y > 1 && !is_last_part(shared, partial, counters, tile, part, gridDim.y, thread, &flag)) return;
-    write(shared, scale, bias, residual, out, tile, rows, n, activation, thread);
+    write(shared, scale, bias, residual, out, tile, rows, n, k, activation, eps, thread);
 }

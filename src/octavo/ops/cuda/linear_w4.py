@@ -12,6 +12,7 @@ from octavo.ops.cuda import compiler
 from octavo.ops.triton import runtime
 
 MOST_ROWS = 16  # from there on Triton's kernel is as fast: the larger products of wgmma make good for what it wastes
+NORMED_ROWS = 8  # with a norm, more rows cost more instructions than a launch of its own costs time
 _UNIT = 128  # columns
 _MULTIPROCESSORS = 132
 _ACTIVATIONS = {None: 0, "silu": 0, "gelu_tanh": 1}
@@ -54,9 +55,9 @@ class Sizes(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Two chunks of x, or the sums in their place."""
-        inputs = 2 * 8 * self.nt * (self.chunk * _UNIT + 16) * 2
-        return max(inputs, 8 * self.nt * (self.rows + 4) * 4)
+        """Two chunks of x and of a norm, or the sums in their place."""
+        inputs = 2 * (8 * self.nt + 1) * (self.chunk * _UNIT + 16) * 2
+        return max(inputs, 8 * self.nt * (self.rows + 4 + 4 * self.kw) * 4)
 
 
 def rejects(weight: Weight) -> str | None:
@@ -99,12 +100,14 @@ def few_rows(
     weight: Weight,
     bias: Tensor | None,
     out_dtype: torch.dtype,
+    norm: Tensor | None,
+    eps: float,
     gate: str | None,
     residual: Tensor | None,
     early: bool,
     sizes: Sizes | None = None,
 ) -> Tensor:
-    """residual + gate(x W^T + bias) as `octavo.ops.triton.linear.few_rows`; x [M, K] bf16 of at most MOST_ROWS rows."""
+    """residual + gate(rms_norm(x) W^T + bias) as `octavo.ops.triton.linear.few_rows`; x [M, K] bf16, few rows."""
     rows, k = x.shape
     n = weight.shape[0] if gate is None else weight.shape[0] // 2
     if sizes is None:
@@ -114,24 +117,30 @@ def few_rows(
     out = torch.empty((rows, n), dtype=out_dtype, device=x.device)
     partial = counters = None
     if sizes.parts > 1:
-        partial = torch.empty(tiles * sizes.parts * 8 * sizes.nt * sizes.rows, dtype=torch.float32, device=x.device)
+        partial = torch.empty(
+            tiles * sizes.parts * 8 * sizes.nt * (sizes.rows + 1), dtype=torch.float32, device=x.device
+        )
         counters = runtime.counters(x.device, tiles)
-    kernel = _kernel(sizes, steps_a_group(k, weight.groups), gate is not None, out_dtype == torch.float32)
-    tensors = (x, weight.data, weight.scale, bias, residual, out, partial, counters)
+    kernel = _kernel(
+        sizes, steps_a_group(k, weight.groups), norm is not None, gate is not None, out_dtype == torch.float32
+    )
+    tensors = (x, weight.data, weight.scale, norm, bias, residual, out, partial, counters)
     shift, part = group_shift(k, weight.groups), -(-units // sizes.parts)
-    numbers = (rows, n, k, weight.groups, shift, part, _ACTIVATIONS[gate], int(early))
+    numbers = (rows, n, k, weight.groups, shift, part, _ACTIVATIONS[gate], float(eps), int(early))
     kernel.launch((tiles, sizes.parts, 1), (*tensors, *numbers), x.device, early)
     return out
 
 
-def macros(sizes: Sizes, group_steps: int, gated: bool, out_float: bool) -> dict[str, int]:
+def macros(sizes: Sizes, group_steps: int, normed: bool, gated: bool, out_float: bool) -> dict[str, int]:
     """What the kernel is compiled with."""
     names = {"NT": sizes.nt, "MT": sizes.mt, "RW": sizes.rw, "KW": sizes.kw, "AHEAD": sizes.ahead}
     names["CHUNK"] = sizes.chunk
-    return names | {"GJ": group_steps, "GATED": int(gated), "OUT_FLOAT": int(out_float)}
+    return names | {"GJ": group_steps, "NORMED": int(normed), "GATED": int(gated), "OUT_FLOAT": int(out_float)}
 
 
 @functools.cache
-def _kernel(sizes: Sizes, group_steps: int, gated: bool, out_float: bool) -> compiler.Kernel:
+def _kernel(sizes: Sizes, group_steps: int, normed: bool, gated: bool, out_float: bool) -> compiler.Kernel:
     sizes = sizes._replace(parts=1)  # not compiled in
-    return compiler.load("few_rows_w4", macros(sizes, group_steps, gated, out_float), sizes.threads, sizes.shared_bytes)
+    return compiler.load(
+        "few_rows_w4", macros(sizes, group_steps, normed, gated, out_float), sizes.threads, sizes.shared_bytes
+    )
