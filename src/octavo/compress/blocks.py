@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from octavo.compress.experts import FAMILIES
 from octavo.errors import UnsupportedModelError
 
 
@@ -102,6 +103,6 @@ def _refuse_fused_experts(blocks: Blocks) -> None:
         for name, parameter in block.named_parameters():
             if parameter.dim() == 3 and "expert" in name:
                 raise UnsupportedModelError(
-                    f"{blocks.name(index)}.{name} holds all experts in one tensor; mixture-of-experts models are not "
-                    "there yet, dense models are"
+                    f"{blocks.name(index)}.{name} holds all experts in one tensor; mixtures of experts are compressed "
+                    f"where model_type is one of {', '.join(sorted(FAMILIES))}"
                 )

@@ -31,7 +31,8 @@ class CalibrationSpec:
     `dataset` is a name on the Hub or known (wikitext), a path of a local file, a datasets.Dataset, a list of texts, of
     token id lists or of rows, or None for the built-in text. `concatenate_data` None means: running text (plain files,
     the built-in text, wikitext) is cut into windows of `max_seq_length`, rows of anything else are sequences of their
-    own. `shuffle_calibration_samples` draws the sequences at random by `seed`; otherwise the first ones are taken.
+    own. `shuffle_calibration_samples` draws the sequences at random by `seed`; otherwise the first ones are taken. With
+    `moe_calibrate_all_experts` each expert of a mixture sees all tokens, else those that are sent to it.
     """
 
     dataset: Any = None
@@ -44,6 +45,7 @@ class CalibrationSpec:
     concatenate_data: bool | None = None
     streaming: bool = False
     seed: int = 0
+    moe_calibrate_all_experts: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("num_calibration_samples", 1), ("max_seq_length", 8)):
