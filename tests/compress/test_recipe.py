@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-import octavo.modifiers
 from octavo.compress.command import modifiers_of, run
 from octavo.compress.config import CompressConfig
-from octavo.compress.recipe import NOT_YET, dump_recipe, parse_recipe
+from octavo.compress.recipe import dump_recipe, parse_recipe
 from octavo.errors import UserError
 from octavo.modifiers import GPTQModifier, QuantizationModifier
 
@@ -48,7 +47,6 @@ def test_recipes_in_every_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ("a_stage:\n  m_modifiers:\n    AWQModifier: {scheme: W4A16}", "'AWQModifier' is not there yet"),
         ("a_stage:\n  m_modifiers:\n    MagicModifier: {}", "'MagicModifier' is unknown"),
         ("a_stage:\n  m_modifiers:\n    GPTQModifier: {scheme: W4A16, dampening: 1}", "takes no 'dampening'; it takes"),
         ("stage:\n  m: 1", "'stage' is not understood"),
@@ -73,12 +71,6 @@ def test_modifiers_refuse_what_they_do_not_know() -> None:
         QuantizationModifier(scheme="W4A16", observer="mse", weight_observer="mse")
     with pytest.raises(UserError, match=r"observers for \['input'\]"):
         QuantizationModifier(scheme="W4A16", observer={"input": "minmax"})
-
-
-@pytest.mark.parametrize("name", NOT_YET)
-def test_later_modifiers_say_so(name: str) -> None:
-    with pytest.raises(UserError, match=f"{name} is not there yet"):
-        getattr(octavo.modifiers, name)(scheme="W4A16")
 
 
 def test_settings_become_a_modifier() -> None:

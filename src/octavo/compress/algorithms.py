@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from octavo.compress.modifiers.awq import AWQModifier
 from octavo.compress.modifiers.base import Modifier
 from octavo.compress.modifiers.gptq import GPTQModifier
 from octavo.compress.modifiers.quantization import QuantizationModifier
+from octavo.compress.modifiers.smoothquant import SmoothQuantModifier
 from octavo.errors import UserError
 
 QUANTIZERS = ("rtn", "gptq")
@@ -16,6 +18,8 @@ QUANTIZERS = ("rtn", "gptq")
 STEPS: dict[str, Callable[[Mapping[str, Any]], Modifier]] = {
     "rtn": lambda quantizer: QuantizationModifier(**quantizer),
     "gptq": lambda quantizer: GPTQModifier(**quantizer),
+    "awq": lambda quantizer: AWQModifier(),
+    "smoothquant": lambda quantizer: SmoothQuantModifier(),
 }
 
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import yaml
 
+from octavo.compress.modifiers.awq import AWQModifier
 from octavo.compress.modifiers.base import Modifier
 from octavo.compress.modifiers.gptq import GPTQModifier
 from octavo.compress.modifiers.magnitude import ConstantPruningModifier, MagnitudePruningModifier
 from octavo.compress.modifiers.quantization import QuantizationModifier
 from octavo.compress.modifiers.quip import QuIPModifier
+from octavo.compress.modifiers.smoothquant import LogarithmicEqualizationModifier, SmoothQuantModifier
 from octavo.compress.modifiers.sparsegpt import SparseGPTModifier
 from octavo.compress.modifiers.spinquant import SpinQuantModifier
 from octavo.compress.modifiers.wanda import WandaPruningModifier
@@ -28,11 +30,10 @@ MODIFIERS: dict[str, type[Modifier]] = {
     "ConstantPruningModifier": ConstantPruningModifier,
     "SpinQuantModifier": SpinQuantModifier,
     "QuIPModifier": QuIPModifier,
+    "AWQModifier": AWQModifier,
+    "SmoothQuantModifier": SmoothQuantModifier,
+    "LogarithmicEqualizationModifier": LogarithmicEqualizationModifier,
 }
-NOT_YET = (
-    "AWQModifier",
-    "SmoothQuantModifier",
-)
 
 
 def parse_recipe(recipe: Any) -> list[Modifier]:
@@ -93,8 +94,7 @@ def _from_mapping(content: Mapping[str, Any]) -> list[Modifier]:
 
 def _modifier(name: str, arguments: Any) -> Modifier:
     if name not in MODIFIERS:
-        state = "is not there yet" if name in NOT_YET else "is unknown"
-        raise UserError(f"modifier {name!r} {state}; {' and '.join(MODIFIERS)} are there", param="recipe")
+        raise UserError(f"modifier {name!r} is unknown; there are {', '.join(MODIFIERS)}", param="recipe")
     kind = MODIFIERS[name]
     given = {} if arguments is None else arguments
     fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]

@@ -1,0 +1,73 @@
+"""What quantization would do to the outputs of linear layers, measured before it is done.
+
+The errors are sums over tokens of squared differences of the outputs, for layers W [N, K] that read the same inputs X.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from octavo.checkpoint.scheme import ActivationScheme, WeightScheme
+from octavo.compress.number_formats import format_of
+from octavo.compress.observers import choose_grid
+from octavo.compress.rounding import dequantize, global_scale, quantize
+
+_ROWS = 1024  # rows of a weight that stand for all of it: a row's error does not depend on the others
+
+
+@dataclass(frozen=True)
+class FutureLayer:
+    """A float32 weight [N, K] and how it will be quantized; scheme None: it will not be."""
+
+    weight: Tensor
+    scheme: WeightScheme | None
+    observer: str
+
+    def sampled(self) -> FutureLayer:
+        """The same with at most about a thousand of its rows, where rows have scales of their own."""
+        step = len(self.weight) // _ROWS
+        if step < 2 or self.scheme is None or self.scheme.strategy not in ("group", "channel"):
+            return self
+        return replace(self, weight=self.weight[::step])
+
+    def rounded(self, importance: Tensor, factors: Tensor) -> Tensor:
+        """The weight [N, K] that reads inputs divided by `factors` [K], quantized; `importance` [K] is of the inputs
+        as they are now."""
+        weight = self.weight * factors
+        if self.scheme is None:
+            return weight
+        overall = global_scale([weight], self.scheme)
+        grid = choose_grid(weight, importance / factors.square(), self.scheme, self.observer, torch.float32, overall)
+        return dequantize(quantize(weight, grid, self.scheme), grid, self.scheme)
+
+
+def weight_error(layers: Sequence[FutureLayer], hessian: Tensor, factors: Tensor) -> float:
+    """Of rounding the weights: the sum over layers of tr((W' - W) H (W' - W)') with H = X'X [K, K]."""
+    total = 0.0
+    for layer in layers:
+        difference = layer.rounded(hessian.diagonal(), factors).div_(factors).sub_(layer.weight)
+        total += float(torch.linalg.vecdot(difference @ hessian, difference).sum())
+    return total
+
+
+def output_error(layers: Sequence[FutureLayer], inputs: Tensor, importance: Tensor, factors: Tensor) -> float:
+    """Of rounding weights, and inputs where the scheme does, on some inputs [rows, K] themselves."""
+    total = 0.0
+    divided = inputs / factors
+    for layer in layers:
+        activations = None if layer.scheme is None else layer.scheme.activations
+        seen = divided if activations is None else rounded_activations(divided, activations)
+        total += float((seen @ layer.rounded(importance, factors).t() - inputs @ layer.weight.t()).square().sum())
+    return total
+
+
+def rounded_activations(inputs: Tensor, scheme: ActivationScheme) -> Tensor:
+    """Inputs [rows, K] with a scale a row, or one for all where the scheme says so."""
+    number = format_of(WeightScheme(scheme.num_bits, scheme.type, strategy="channel"))
+    peak = inputs.abs().amax() if scheme.strategy == "tensor" else inputs.abs().amax(dim=-1, keepdim=True)
+    scale = (peak / number.high).clamp_min(torch.finfo(torch.float32).tiny)
+    return number.round_(inputs / scale) * scale
