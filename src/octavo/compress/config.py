@@ -55,6 +55,9 @@ class CompressConfig:
     dampening_frac: float = setting(0.01, "gptq: added to the Hessian's diagonal, in units of its mean")
     block_size: int = setting(128, "gptq: columns that are rounded before the rest is brought up to date")
     actorder: str = setting("static", "gptq: take columns by importance, or as they are", choices=("static", "none"))
+    moe_calibrate_all_experts: bool = setting(
+        True, "calibrate each expert of a mixture on all tokens, not only on those that are sent to it"
+    )
     batch_size: int | None = setting(
         None, "sequences a forward pass; if not given, all at once where they fit, else some", metavar="N"
     )

@@ -32,6 +32,7 @@ def oneshot(
     seed: int = 0,
     resume: bool = False,
     device: str = "auto",
+    moe_calibrate_all_experts: bool = True,
 ) -> Any:
     """Compress `model` as `recipe` says, write it to `output_dir` if that is given, and return the changed model.
 
@@ -41,9 +42,10 @@ def oneshot(
     directory, an id or a tokenizer, by default the model's. max_seq_length: tokens a sequence,
     by default 512 or the model's context if that is shorter. batch_size: sequences a forward pass; by default all at
     once where they are of one length and fit, else some. device: "cuda", "cpu", or "auto", the GPU where there is one;
-    only the block in hand, its statistics and the activations are there. resume goes on after the blocks that an
-    interrupted call finished in `output_dir`. After this, `model.save_pretrained(directory)` writes the compressed
-    checkpoint as well.
+    only the block in hand, its statistics and the activations are there. moe_calibrate_all_experts: experts are
+    calibrated on all tokens, else on those that are sent to them. resume goes on after the blocks that an interrupted
+    call finished in `output_dir`. After this, `model.save_pretrained(directory)` writes the compressed checkpoint as
+    well.
 
     Raises UserError for whatever is wrong with the arguments, the model or the data; an unknown keyword is a TypeError.
     """
@@ -51,7 +53,7 @@ def oneshot(
         raise UserError("oneshot needs a recipe, for instance GPTQModifier(scheme='W4A16', ignore=['lm_head'])")
     spec = CalibrationSpec(
         dataset, dataset_config_name, splits, text_column, num_calibration_samples, max_seq_length,
-        shuffle_calibration_samples, concatenate_data, streaming, seed,
+        shuffle_calibration_samples, concatenate_data, streaming, seed, moe_calibrate_all_experts,
     )  # fmt: skip
     modifiers = parse_recipe(recipe)
     source = open_source(
