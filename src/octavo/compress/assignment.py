@@ -10,6 +10,7 @@ from torch import nn
 
 from octavo.checkpoint.scheme import WeightScheme
 from octavo.compress.blocks import Blocks
+from octavo.compress.experts import routers
 from octavo.compress.modifiers.base import LayerModifier, Modifier, Pruner, Quantizer, Transform
 from octavo.compress.schemes import fit_group
 from octavo.errors import UserError
@@ -80,6 +81,7 @@ def make_plan(model: Any, blocks: Blocks, modifiers: Sequence[Modifier]) -> Plan
             plan.layers[name] = assignment
         if assignment.quantizer is None:
             plan.dense.append(name)
+    plan.dense += routers(model)
     if not plan.layers and not plan.transforms:
         raise UserError("the recipe's targets match no linear layer of this model, so there is nothing to compress")
     _refuse_useless_groups(plan, modules)

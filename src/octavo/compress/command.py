@@ -43,6 +43,7 @@ def spec_of(config: CompressConfig) -> CalibrationSpec:
     return CalibrationSpec(
         dataset, config.dataset_config_name, config.splits, config.text_column, config.num_calibration_samples,
         config.max_seq_length, config.shuffle_calibration_samples, seed=config.seed,
+        moe_calibrate_all_experts=config.moe_calibrate_all_experts,
     )  # fmt: skip
 
 
