@@ -11,6 +11,7 @@ from torch import nn
 from octavo.checkpoint.scheme import WeightScheme
 from octavo.compress.blocks import Blocks
 from octavo.compress.experts import routers
+from octavo.compress.kv_scales import check_kv_cache_scheme
 from octavo.compress.modifiers.base import LayerModifier, Modifier, Pruner, Quantizer, Transform
 from octavo.compress.schemes import fit_group
 from octavo.errors import UserError
@@ -47,6 +48,7 @@ class Plan:
     dense: list[str] = field(default_factory=list)
     transforms: list[Transform] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    kv_cache_scheme: dict[str, Any] | None = None  # as config.json has it; None: no scales for the KV cache
 
     def schemes(self) -> dict[str, WeightScheme]:
         """The scheme of every layer that is quantized."""
@@ -54,9 +56,9 @@ class Plan:
 
     def needs_data(self) -> bool:
         """Whether anything has to be calibrated."""
-        return any(transform.calibrated for transform in self.transforms) or any(
-            assignment.statistics for assignment in self.layers.values()
-        )
+        if self.kv_cache_scheme is not None or any(transform.calibrated for transform in self.transforms):
+            return True
+        return any(assignment.statistics for assignment in self.layers.values())
 
 
 def make_plan(model: Any, blocks: Blocks, modifiers: Sequence[Modifier]) -> Plan:
@@ -85,6 +87,7 @@ def make_plan(model: Any, blocks: Blocks, modifiers: Sequence[Modifier]) -> Plan
     if not plan.layers and not plan.transforms:
         raise UserError("the recipe's targets match no linear layer of this model, so there is nothing to compress")
     _refuse_useless_groups(plan, modules)
+    plan.kv_cache_scheme = _kv_cache_scheme(modifiers)
     plan.notes += [
         f"group size {wanted} does not divide {columns} inputs: {count} layers use {used or 'one group a row'} instead"
         for (wanted, used, columns), count in refitted.items()
@@ -93,6 +96,15 @@ def make_plan(model: Any, blocks: Blocks, modifiers: Sequence[Modifier]) -> Plan
         transform.follow(plan.layers)
         plan.notes += transform.prepare(model, blocks)
     return plan
+
+
+def _kv_cache_scheme(modifiers: Sequence[Modifier]) -> dict[str, Any] | None:
+    """The one scheme that quantizers ask for, if any does."""
+    asked = [m.kv_cache_scheme for m in modifiers if isinstance(m, Quantizer) and m.kv_cache_scheme is not None]
+    schemes = [check_kv_cache_scheme(scheme) for scheme in asked]
+    if any(scheme != schemes[0] for scheme in schemes):
+        raise UserError(f"two quantizers ask for different KV cache schemes: {schemes[0]} and {schemes[1]}")
+    return schemes[0] if schemes else None
 
 
 def _refuse_useless_groups(plan: Plan, modules: dict[str, nn.Module]) -> None:

@@ -51,7 +51,7 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
             )
             for (scheme, names), ends in zip(by_scheme.items(), endings, strict=True)
         ]
-    config = compressed_tensors_config(groups, ignore=plan.dense)
+    config = compressed_tensors_config(groups, plan.dense, plan.kv_cache_scheme)
     online = {name: group for transform in plan.transforms for name, group in transform.online().items()}
     if not groups:
         config["format"] = "dense"
@@ -104,7 +104,9 @@ def attach_copy(source: ModelSource, output_dir: Path) -> None:
     source.model.save_pretrained = types.MethodType(save_pretrained, source.model)
 
 
-def attach_save(source: ModelSource, plan: Plan, results: list[LayerResult], recipe: str) -> None:
+def attach_save(
+    source: ModelSource, plan: Plan, results: list[LayerResult], recipe: str, kv_scales: dict[str, Tensor]
+) -> None:
     """Make `model.save_pretrained(directory)` write the compressed checkpoint, as it does after LLM Compressor.
 
     `save_compressed=False` writes the changed weights as they are, unpacked.
@@ -126,6 +128,8 @@ def attach_save(source: ModelSource, plan: Plan, results: list[LayerResult], rec
             whole = layer is None or not name.endswith(".weight")
             for stored_name, stored in ({name: tensor} if whole else layer_parameters(layer)).items():  # type: ignore[arg-type]
                 writer.add(stored_name, stored)
+        for name, scale in kv_scales.items():
+            writer.add(name, scale)
         writer.close()
         source.save_files(directory)
         write_json(directory / CONFIG, config_of(source, plan))

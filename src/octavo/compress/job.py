@@ -100,7 +100,7 @@ class CompressionJob:
         results = self._compress(pipeline, folder, batches)
         report = self._report(data, fingerprint, results, pipeline) | {"estimate": needs.to_report()}
         if output_dir is None or folder is None:
-            attach_save(self.source, self.plan, results, dump_recipe(self.modifiers))
+            attach_save(self.source, self.plan, results, dump_recipe(self.modifiers), pipeline.kv_scales)
         else:
             self._write(folder, output_dir, results, report, started)
         return CompressionResult(output_dir, report)

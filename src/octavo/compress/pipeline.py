@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from octavo.compress.assignment import Plan
 from octavo.compress.blocks import Blocks, siblings
+from octavo.compress.kv_scales import KeyValueWatcher
 from octavo.compress.layer_work import LayerWork
 from octavo.compress.model_source import ModelSource
 from octavo.compress.modifiers.base import LayerResult, Transform
@@ -52,6 +54,10 @@ class BlockPipeline:
         self.notes: list[str] = []
         self._walker = BlockWalker(source.model, blocks, source.device, keep)
         self._work = LayerWork(source, plan, self.phases)
+        self.kv_scales: dict[str, Tensor] = {}
+        self._watcher: KeyValueWatcher | None = None
+        if plan.kv_cache_scheme is not None:
+            self._watcher = KeyValueWatcher(source.model, plan.kv_cache_scheme["strategy"], source.dtype)
         self._inside = (f"{blocks.prefix}.",)
         self._progress: Progress = lambda done, note: None
         self._done = 0.0
@@ -145,11 +151,11 @@ class BlockPipeline:
         quantized = {full for full in layers if self.plan.layers[full].quantizer is not None}
         self._settle(block, name, skip=tuple(f"{full}.weight" for full in quantized))
         self._work.begin()
-        self._compress(index, layers)
+        scales = self._compress_watched(index, layers)
         results = [self._work.results[full] for full in layers]
         if folder is not None:
             with self.phases("write"):
-                folder.save(index, results, self.source.stored(f"{name}."), notes)
+                folder.save(index, results, chain(self.source.stored(f"{name}."), scales.items()), notes)
         return results
 
     def _transform(self, index: int, transform: Transform) -> list[str]:
@@ -171,6 +177,17 @@ class BlockPipeline:
             self._forward(index)
         with self.phases("transform"):
             return transform.apply(index, block, seen)
+
+    def _compress_watched(self, index: int, layers: Group) -> dict[str, Tensor]:
+        """Compress a block; the scales of its KV cache, by full name, if they are asked for."""
+        if self._watcher is None:
+            self._compress(index, layers)
+            return {}
+        self._watcher.start(self.blocks.modules[index], self.blocks.name(index))
+        self._compress(index, layers)
+        scales = self._watcher.stop()
+        self.kv_scales |= scales
+        return scales
 
     def _compress(self, index: int, layers: Group) -> None:
         groups = self._groups(index, layers)
@@ -196,8 +213,8 @@ class BlockPipeline:
             self._step(share)
 
     def _advance(self, index: int) -> None:
-        # Nothing comes after the last block, except that in one pass its layers are changed while it runs.
-        if index + 1 < len(self.blocks.modules) or len(self.batches) == 1:
+        # Nothing comes after the last block, but in one pass its layers are changed while it runs, and its keys seen.
+        if index + 1 < len(self.blocks.modules) or len(self.batches) == 1 or self._watcher is not None:
             for batch in range(len(self.batches)):
                 with self.phases("forward"):
                     self._walker.advance(index, batch)

@@ -210,7 +210,7 @@ def write_text(path: Path, text: str) -> None:
 
 def _is_dense(name: str, layers: set[str]) -> bool:
     module, _, leaf = name.rpartition(".")
-    return module not in layers or leaf == "bias"
+    return leaf not in ("k_scale", "v_scale") and (module not in layers or leaf == "bias")
 
 
 def _entry(result: LayerResult) -> dict[str, Any]:

@@ -149,6 +149,7 @@ class Quantizer(LayerModifier):
     """Gives weights their codes."""
 
     group_size: int | None = None  # asked for by the user; None: that of the scheme
+    kv_cache_scheme: Mapping[str, Any] | None = None  # of the scales of an FP8 KV cache; None: none
 
     @abstractmethod
     def claim(self, name: str, module: nn.Module) -> SchemeGroup | None:
