@@ -129,21 +129,26 @@ def best_sizes(
 
 
 def layer_times(rows: int, layers: list[list[TritonCodes]], shapes: Any, chosen: dict[Any, Sizes]) -> dict[str, float]:
-    """Microseconds of the four products of a layer, each kernel with its own sizes."""
+    """Microseconds of the four products of a layer: Triton's, the best sizes of this run, those of the table, and with
+    the weights of the small products, or all, brought to the L2 cache ahead."""
     inputs = [torch.randn(rows, k, device="cuda").bfloat16() for _, k, _ in shapes]
 
-    def run(use_cuda: bool) -> float:
+    def run(kernel: str, lines: int | None = 0) -> float:
         def layer(weights: list[TritonCodes]) -> None:
             for weight, x, (n, k, gate) in zip(weights, inputs, shapes, strict=True):
-                if use_cuda:
-                    _product(x, gate, chosen[rows, n, k], weight)
-                else:
+                if kernel == "triton":
                     TritonWeight.few(weight, x, gate=gate)
+                else:
+                    sizes = chosen[rows, n, k] if kernel == "best" else None
+                    linear_w4.few_rows(x, weight, None, torch.bfloat16, None, 0.0, gate, None, True, sizes, lines)
 
         return seconds_each([functools.partial(layer, weights) for weights in layers]) * 1e6
 
     limit = sum(weight.num_bytes for weight in layers[0]) / BANDWIDTH * 1e6
-    return {"rows": rows, "limit": limit, "triton": run(False), "cuda": run(True)}
+    return {
+        "rows": rows, "limit": limit, "triton": run("triton"), "best": run("best"), "best, prefetched": run("best", 64),
+        "table": run("table"), "table, small prefetched": run("table", None), "table, prefetched": run("table", 64),
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -159,8 +159,7 @@ def _few_rows_cuda(
     """As `linear.few_rows`, by the kernel in CUDA C++."""
     if norm is not None and x.shape[0] > linear_w4_cuda.NORMED_ROWS:
         x, norm = _rms_norm(x, norm, eps), None
-    is_small = weight.data.nbytes <= runtime.dependent_bytes("int4", x.shape[0])
-    early = is_small and runtime.uses_dependent_launch(x.device)
+    early = runtime.uses_dependent_launch(x.device)
     return linear_w4_cuda.few_rows(x, weight, bias, out_dtype, norm, eps, gate, residual, early)
 
 
