@@ -108,6 +108,8 @@ def load_calibration(spec: CalibrationSpec, tokenizer: Any) -> CalibrationData:
     if not sequences:
         raise UserError(f"{source} holds no text to calibrate on (less than two tokens)", param="dataset")
     data = CalibrationData([torch.tensor([ids]) for ids in sequences], source)
+    if concatenate and len(sequences[0]) < length:
+        data.notes.append(f"{source} has {len(sequences[0])} tokens, less than one sequence of {length}")
     if len(sequences) < wanted:
         data.notes.append(f"{source} gave {len(sequences)} calibration sequences instead of {wanted}")
     return data

@@ -207,7 +207,7 @@ class CompressionJob:
         pipeline: BlockPipeline,
     ) -> dict[str, Any]:
         seconds = pipeline.phases.seconds
-        notes = self.plan.notes + ([] if data is None else data.notes) + pipeline.notes
+        notes = self.source.notes + self.plan.notes + ([] if data is None else data.notes) + pipeline.notes
         calibration = None
         if data is not None:
             calibration = {"source": data.source, "sequences": len(data.samples), "tokens": data.tokens}

@@ -81,14 +81,18 @@ class LayerWork:
 
     def _layer(self, name: str, module: nn.Linear) -> LinearLayer:
         weight = module.weight.detach().float()
-        if not bool(torch.isfinite(weight.sum(dtype=torch.float64))):
-            bad = int((~torch.isfinite(weight)).sum())
-            raise CheckpointError(
-                f"{self.source.name}: {name}.weight has {bad} values that are not finite; the checkpoint is broken, "
-                "download it again"
-            )
+        refuse_non_finite(self.source.name, f"{name}.weight", weight)
         assignment = self.plan.layers[name]
         return LinearLayer(name, weight, assignment.scheme, self.source.dtype, assignment.observer)
+
+
+def refuse_non_finite(model: str, name: str, weight: Tensor) -> None:
+    """CheckpointError for a weight with NaN or infinite values."""
+    if not bool(torch.isfinite(weight.sum(dtype=torch.float64))):
+        bad = int((~torch.isfinite(weight)).sum())
+        raise CheckpointError(
+            f"{model}: {name} has {bad} values that are not finite; the checkpoint is broken, download it again"
+        )
 
 
 def restored(result: LayerResult) -> Tensor:

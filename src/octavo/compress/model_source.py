@@ -18,6 +18,7 @@ from octavo.checkpoint.base import save_tokenizer
 from octavo.checkpoint.reader import Checkpoint, load_tokenizer, open_checkpoint
 from octavo.compress.blocks import refuse_unless_chain
 from octavo.compress.experts import separate_experts
+from octavo.compress.origin import origin_note, refuse_quantized
 from octavo.engine.loading import pick_device
 from octavo.errors import CheckpointError, UnsupportedModelError, UserError
 
@@ -42,6 +43,7 @@ class ModelSource(ABC):
     dtype: torch.dtype
     keep: bool
     tokenizer: Any
+    notes: list[str]  # for the report
 
     @abstractmethod
     def config_dict(self) -> dict[str, Any]:
@@ -90,6 +92,8 @@ class LoadedSource(ModelSource):
 
     def __init__(self, model: Any, tokenizer: Any, device: torch.device | None = None) -> None:
         refuse_unless_chain(model.config, type(model).__name__)
+        refuse_quantized(model)
+        self.notes = []
         self.model = model.eval()
         separate_experts(model)
         self.name = model.config._name_or_path or type(model).__name__
@@ -182,6 +186,9 @@ class CheckpointSource(ModelSource):
         separate_experts(self.model)
         self._tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
         self._names = self._checkpoint_names()
+        linears = [name for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
+        note = origin_note(checkpoint, [self._names.get(f"{n}.weight", "").removesuffix(".weight") for n in linears])
+        self.notes = [] if note is None else [note]
         self._reader: ThreadPoolExecutor | None = None
         self._coming: dict[str, Future[dict[str, Tensor]]] = {}
 

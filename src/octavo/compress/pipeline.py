@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from octavo.compress.assignment import Plan
 from octavo.compress.blocks import Blocks, siblings
 from octavo.compress.kv_scales import KeyValueWatcher
-from octavo.compress.layer_work import LayerWork
+from octavo.compress.layer_work import LayerWork, refuse_non_finite
 from octavo.compress.model_source import ModelSource
 from octavo.compress.modifiers.base import LayerResult, Transform
 from octavo.compress.phases import Phases
@@ -120,6 +120,7 @@ class BlockPipeline:
         """Round to what will be stored: later layers see that, and a resumed run sees the same."""
         for name, value in module.named_parameters(prefix=prefix):
             if value.is_floating_point() and not value.is_meta and not name.startswith(skip):
+                refuse_non_finite(self.source.name, name, value)
                 value.copy_(value.to(self.source.dtype))
 
     def _read(self, index: int) -> None:

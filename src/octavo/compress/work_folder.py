@@ -179,6 +179,8 @@ def _written(path: Path) -> Iterator[None]:
     """A full disk ends the run with the way to go on."""
     try:
         yield
+    except PermissionError as error:
+        raise UserError(f"{path} may not be written ({error.strerror}); name another --output-dir") from error
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{path} cannot be written ({error}); free some space and go on with --resume, nothing else is lost"
