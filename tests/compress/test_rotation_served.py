@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,17 @@ from octavo.checkpoint.convert import convert
 from octavo.checkpoint.reader import open_checkpoint
 from octavo.checkpoint.transforms import online_transforms
 from octavo.compress.chain import check_chain
-from octavo.compress.modifiers.base import Transform
 from octavo.compress.oneshot import oneshot
 from octavo.compress.recipe import dump_recipe, parse_recipe
 from octavo.errors import UnsupportedModelError, UserError
 from octavo.modifiers import (
+    AWQModifier,
     ConstantPruningModifier,
     GPTQModifier,
     MagnitudePruningModifier,
     QuantizationModifier,
     QuIPModifier,
+    SmoothQuantModifier,
     SparseGPTModifier,
     SpinQuantModifier,
     WandaPruningModifier,
@@ -144,7 +144,7 @@ def test_an_interrupted_rotation_goes_on_to_the_same_bytes(tmp_path: Path) -> No
     plain = tmp_path / "plain"
     tiny_model("llama", tie_word_embeddings=True).save_pretrained(plain)
     recipe = [SpinQuantModifier(rotations=["R1", "R2", "R4"]), GPTQModifier(**W4)]
-    arguments: dict[str, Any] = {"dataset": token_samples(), "recipe": recipe, "tokenizer": _NoTokenizer()}
+    arguments: dict[str, Any] = {"dataset": token_samples(), "recipe": recipe}
     oneshot(str(plain), output_dir=tmp_path / "whole", **arguments)
     save, calls = WorkFolder.save, []
 
@@ -166,13 +166,6 @@ def test_an_interrupted_rotation_goes_on_to_the_same_bytes(tmp_path: Path) -> No
     assert "lm_head.weight" in whole
     for name, tensor in whole.items():
         assert torch.equal(tensor, parts[name]), name
-
-
-class _NoTokenizer:
-    """Stands for a tokenizer where token ids are given."""
-
-    def save_pretrained(self, directory: Path) -> None:
-        """There is nothing to write."""
 
 
 def rotated_checkpoint(path: Path, recipe: Any, change: dict[str, Any]) -> None:
@@ -246,22 +239,6 @@ def test_senseless_chains_are_refused(recipe: Any, match: str) -> None:
         oneshot(tiny_model("llama"), dataset=token_samples(), recipe=recipe)
 
 
-@dataclass(kw_only=True)
-class SmoothQuantModifier(Transform):
-    """Has the name, and scales nothing."""
-
-    def unused_patterns(self, modules: dict[str, Any]) -> list[str]:
-        return []
-
-    def prepare(self, model: Any, blocks: Any) -> list[str]:
-        return []
-
-
-@dataclass(kw_only=True)
-class AWQModifier(SmoothQuantModifier):
-    """Likewise."""
-
-
 def test_scalings_go_after_rotations_that_are_fused() -> None:
     check_chain([SpinQuantModifier(), SmoothQuantModifier(), SparseGPTModifier(sparsity=0.5), GPTQModifier(**W4)])
     check_chain([AWQModifier(), QuantizationModifier(**W4), GPTQModifier(**W4)])
@@ -275,6 +252,15 @@ def test_scalings_go_after_rotations_that_are_fused() -> None:
     ):
         with pytest.raises(UserError, match=match):
             check_chain(chain)
+
+
+def test_a_rotated_and_smoothed_model_has_its_old_logits(tmp_path: Path) -> None:
+    model = tiny_model("qwen3", head_dim=16, tie_word_embeddings=True)
+    before = model_logprobs(model)
+    recipe = [SpinQuantModifier(transform_type="random-hadamard"), SmoothQuantModifier(smoothing_strength=0.8)]
+    oneshot(model, dataset=token_samples(), recipe=recipe, output_dir=tmp_path)
+    torch.testing.assert_close(served_logprobs(tmp_path), before, rtol=1e-3, atol=1e-3)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
 
 
 def test_constant_pruning_keeps_the_zeros_of_a_model(tmp_path: Path) -> None:
