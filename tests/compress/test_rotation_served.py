@@ -201,6 +201,8 @@ def test_a_rotation_at_run_time_is_no_plain_or_deterministic_model(tmp_path: Pat
         LLM(str(tmp_path / "model"), dtype="float32", device="cpu", skip_tokenizer_init=True, deterministic=True)
     with pytest.raises(UnsupportedModelError, match="at run time"):
         convert(tmp_path / "model", tmp_path / "plain")
+    with pytest.raises(UnsupportedModelError, match="compressing its weights again would change"):
+        oneshot(str(tmp_path / "model"), recipe=QuantizationModifier(**W4))
 
 
 def test_compressed_tensors_reads_the_transform_config(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from octavo.checkpoint.base import save_tokenizer
 from octavo.checkpoint.reader import Checkpoint, load_tokenizer, open_checkpoint
+from octavo.checkpoint.transforms import refuse_online_transforms
 from octavo.compress.blocks import refuse_unless_chain
 from octavo.compress.experts import separate_experts
 from octavo.compress.origin import origin_note, refuse_quantized
@@ -306,6 +307,7 @@ def open_source(
     if isinstance(model, nn.Module):
         return LoadedSource(model, tokenizer, place)
     checkpoint = open_checkpoint(model)
+    refuse_online_transforms(checkpoint.config, checkpoint.path, "compressing its weights again")
     try:
         return CheckpointSource(checkpoint, str(model), tokenizer, keep, place)
     except _OtherNamesError as error:
