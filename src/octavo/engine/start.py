@@ -143,7 +143,7 @@ def _plan_attention(loaded: LoadedModel, config: EngineConfig, limits: StepLimit
     }
     sizes = (limits.max_prefill_tokens, _length(loaded, config), limits.max_num_seqs)
     num_plans = sum(ops.plan_attention(*shape, loaded.dtype, loaded.device, *sizes) for shape in shapes)
-    logger.info("%d plans for the attention of long prompts", num_plans)
+    logger.info("%d plans or kernels for the attention of long prompts", num_plans)
 
 
 def _measure_prompt_graphs(runner: DeviceRunner, device: torch.device) -> int:

@@ -10,6 +10,8 @@ from octavo.ops.triton import runtime
 
 _triton = runtime.lazy("ahead", "compile_ahead")
 _build_plans = runtime.lazy("attention_cudnn", "build_plans")
+_flash_fits = runtime.lazy("attention_flash", "fits")
+_prepare_flash = runtime.lazy("attention_flash", "prepare")
 
 
 def compile_ahead(launch: Callable[[], object]) -> int:
@@ -31,7 +33,7 @@ def plan_attention(
     max_context: int,
     max_requests: int,
 ) -> int:
-    """Prepare what `paged_attention` of long prompts takes from a library that plans each shape; returns how many.
+    """Prepare what `paged_attention` of long prompts takes from a library; returns how many plans or kernels it made.
 
     For steps of up to `max_rows` rows and `max_requests` requests, and contexts of up to `max_context` tokens. Some
     libraries keep plans by thread, so the thread that runs steps must call it.
@@ -39,4 +41,7 @@ def plan_attention(
     if device.type != "cuda" or runtime.unavailable() is not None:
         return 0
     shape = (num_heads, num_kv_heads, head_dim)
+    if _flash_fits(dtype, head_dim):
+        _prepare_flash(*shape, dtype, device)
+        return 1
     return int(_build_plans(*shape, dtype, device, max_rows, max_context, max_requests))

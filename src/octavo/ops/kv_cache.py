@@ -142,6 +142,7 @@ class AttentionMetadata:
         where the caller has none (or where a CUDA graph will run with other lengths).
     num_shared: int32 [1], leading keys that all requests of a step of decodes have in the same blocks, for kernels that
         then read them once; it may be 0. None where it is not worth a kernel's time.
+    key_rows: of a kernel that reads gathered keys, which makes it in the first layer.
     """
 
     query_start: Tensor
@@ -154,6 +155,7 @@ class AttentionMetadata:
     query_lens_host: list[int] | None = None
     seq_lens_host: list[int] | None = None
     num_shared: Tensor | None = None
+    key_rows: Tensor | None = None
 
     def __post_init__(self) -> None:
         # Kernels read these by address, so a wrong type would be read as other numbers.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.kv_cache import AttentionMetadata, KVCache
-from octavo.ops.triton import attention_cudnn, attention_deterministic
+from octavo.ops.triton import attention_cudnn, attention_deterministic, attention_flash
 from octavo.ops.triton.attention_decode import decode
 from octavo.ops.triton.attention_plans import cut_step
 from octavo.ops.triton.attention_prefill import prefill
@@ -30,15 +30,19 @@ def paged_attention(
     if cache.interleaved or q.shape[1] % cache.num_kv_heads or q.shape[1] // cache.num_kv_heads > 64:
         return NotImplemented
     q = q.contiguous()
-    out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
     decodes, requests = meta.num_decodes, meta.seq_lens.shape[0]
     plain = window is None and sinks is None
+    by_flash = plain and softcap is None and attention_flash.serves(q, meta)
+    if by_flash:
+        out = attention_flash.attend(q, cache, meta, scale)
+    else:
+        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
     if meta.num_shared is not None and plain and decodes == q.shape[0]:
         decode_shared(q, cache, meta, out, scale, softcap)
         return out
     if decodes:
         decode(q, cache, meta, out, decodes, scale, window, softcap, sinks)
-    if requests == decodes or q.shape[0] == decodes:
+    if by_flash or requests == decodes or q.shape[0] == decodes:
         return out
     if not (plain and softcap is None and attention_cudnn.serves(q, meta)):
         prefill(q, cache, meta, out, decodes, requests - decodes, q.shape[0] - decodes, scale, window, softcap, sinks)
