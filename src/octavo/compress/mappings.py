@@ -57,8 +57,11 @@ class Smoothing:
         one = heads.amax(dim=1, keepdim=True) if largest else heads.mean(dim=1, keepdim=True)
         return one.expand_as(heads).reshape(-1)
 
-    def apply(self, block: nn.Module, factors: Tensor) -> None:
-        """Divide what `smooth` makes by factors [K] (shared among repeated heads), multiply the readers by them."""
+    def apply(self, block: nn.Module, factors: Tensor) -> Tensor:
+        """Divide what `smooth` makes by factors [K] (shared among repeated heads), multiply the readers by them.
+
+        Returns the factors that were used, which for a norm differ a little; their inverses undo it.
+        """
         smooth = block.get_submodule(self.smooth)
         if isinstance(smooth, nn.Linear):
             made = factors.view(-1, self.repeats, self.head_dim)[:, 0].reshape(-1)
@@ -71,6 +74,7 @@ class Smoothing:
         for name in self.readers:
             weight = block.get_parameter(name).data
             weight.copy_(weight.float() * factors)
+        return factors
 
 
 def _divide_norm(norm: nn.Module, factors: Tensor) -> Tensor:
@@ -89,7 +93,7 @@ def _divide_norm(norm: nn.Module, factors: Tensor) -> Tensor:
 def norm_offset(norm: nn.Module) -> float | None:
     """What a norm adds to its weight, 0 or (Gemma) 1; None unless its output is proportional to the sum of both."""
     names = {name for name, _ in norm.named_parameters()}
-    if "weight" not in names or names - {"weight", "bias"}:
+    if "weight" not in names or names - {"weight", "bias"} or norm.weight.dim() != 1:  # type: ignore[operator, union-attr]
         return None
     size = int(next(norm.parameters()).numel())
     generator = torch.Generator().manual_seed(0)

@@ -144,20 +144,19 @@ class ScalingTransform(Transform):
         if not all(bool(torch.isfinite(layer.weight.sum(dtype=torch.float64))) for layer in layers.values()):
             return None, "weights that read it are not finite"
         factors = self.factors(smoothing, list(layers.values()), inputs)
-        problem = None if factors is None else self._apply(smoothing, block, factors)
-        return (factors, None) if problem is None else (None, problem)
+        return (None, None) if factors is None else self._apply(smoothing, block, factors)
 
-    def _apply(self, smoothing: Smoothing, block: nn.Module, factors: Tensor) -> str | None:
-        """Apply factors; take them back, and say why, where the block does not compute the same with them."""
+    def _apply(self, smoothing: Smoothing, block: nn.Module, factors: Tensor) -> tuple[Tensor | None, str | None]:
+        """The factors that were applied; taken back, with the reason, where the block computes something else now."""
         if not bool(torch.isfinite(factors).all()):
-            return "its inputs gave no finite factors"
-        smoothing.apply(block, factors)
+            return None, "its inputs gave no finite factors"
+        used = smoothing.apply(block, factors)
         change = self._check.difference(block)
         weight = block.get_parameter(smoothing.readers[0])
         if change <= (_SAME if weight.dtype == torch.float32 else _SAME_16_BITS):
-            return None
-        smoothing.apply(block, 1 / factors)
-        return f"the block would compute something else (its output changed by {100 * change:.2g} %)"
+            return used, None
+        smoothing.apply(block, 1 / used)
+        return None, f"the block would compute something else (its output changed by {100 * change:.2g} %)"
 
     def finish(
         self, block: nn.Module, layers: dict[str, FutureLayer], inputs: InputStatistics, factors: Tensor | None
