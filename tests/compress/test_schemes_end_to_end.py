@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ NAMES = ["W4A16_ASYM", "W3A16", "W4A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP
 
 
 def model() -> Any:
-    """Layers that blocks of 128 divide, but for keys and values."""
-    return tiny_model("llama", hidden_size=128, intermediate_size=256)
+    """Layers that blocks of 128 x 128 divide."""
+    return tiny_model("llama", hidden_size=128, intermediate_size=256, num_key_value_heads=4)
 
 
 def logprobs(llm: LLM, tokens: list[int]) -> Tensor:
@@ -107,3 +108,13 @@ def test_precision_may_differ_by_layer(tmp_path: Path) -> None:
     tokens = token_samples(1, 24, seed=11)[0]
     with LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True) as llm:
         torch.testing.assert_close(logprobs(llm, tokens), expected_logprobs(changed, tokens), rtol=1e-3, atol=1e-3)
+
+
+def test_layers_that_blocks_do_not_divide_are_noted(tmp_path: Path) -> None:
+    changed = tiny_model("llama", hidden_size=128, intermediate_size=256)  # keys and values have 64 rows
+    oneshot(changed, recipe=QuantizationModifier(scheme="FP8_BLOCK", ignore=["lm_head"]), output_dir=tmp_path)
+    report = json.loads((tmp_path / "compression_report.json").read_text())
+    assert "blocks of 128 x 128 do not divide a weight: 4 layers use a scale a row instead" in report["notes"]
+    stored = load_file(tmp_path / "model.safetensors")
+    scales = {leaf: stored[f"model.layers.1.self_attn.{leaf}.weight_scale"].shape for leaf in ("q_proj", "k_proj")}
+    assert scales == {"q_proj": (1, 1), "k_proj": (64, 1)}

@@ -13,10 +13,10 @@ from octavo.compress.blocks import Blocks
 from octavo.compress.experts import routers
 from octavo.compress.kv_scales import check_kv_cache_scheme
 from octavo.compress.modifiers.base import LayerModifier, Modifier, Pruner, Quantizer, Transform
-from octavo.compress.schemes import fit_group
+from octavo.compress.schemes import fit_group, why_refitted
 from octavo.errors import UserError
 
-_Refitted = dict[tuple[int | None, int | None, int], int]  # (group wanted, group used, inputs) -> layers
+_Refitted = dict[tuple[str, str], int]  # (why not the scheme that was asked for, what instead) -> layers
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,7 @@ def make_plan(model: Any, blocks: Blocks, modifiers: Sequence[Modifier]) -> Plan
         raise UserError("the recipe's targets match no linear layer of this model, so there is nothing to compress")
     _refuse_useless_groups(plan, modules)
     plan.kv_cache_scheme = _kv_cache_scheme(modifiers)
-    plan.notes += [
-        f"group size {wanted} does not divide {columns} inputs: {count} layers use {used or 'one group a row'} instead"
-        for (wanted, used, columns), count in refitted.items()
-    ]
+    plan.notes += [f"{why}: {count} layers use {instead} instead" for (why, instead), count in refitted.items()]
     for transform in plan.transforms:
         transform.follow(plan.layers)
         plan.notes += transform.prepare(model, blocks)
@@ -133,14 +130,14 @@ def _assign(name: str, module: nn.Linear, modifiers: Sequence[Modifier], refitte
         both = " and ".join(type(modifier).__name__ for modifier, _ in claims)
         raise UserError(f"{name} is a target of {both}; narrow targets or ignore so that one of them has it")
     modifier, group = claims[0]
-    scheme = fit_group(group.scheme, module.in_features)
+    scheme = fit_group(group.scheme, module.in_features, module.out_features)
     if scheme is None:
         raise UserError(
             f"{name} has {module.in_features} inputs, which group size {group.scheme.group_size} does not divide and "
             "neither do 128, 64 or 32; ignore that layer, or use group size -1 (one group a row)"
         )
     if scheme != group.scheme:
-        key = (group.scheme.group_size, scheme.group_size, module.in_features)
+        key = why_refitted(group.scheme, scheme, module.in_features)
         refitted[key] = refitted.get(key, 0) + 1
     return Assignment(pruners, modifier, scheme, group.observer)
 

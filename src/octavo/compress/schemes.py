@@ -201,6 +201,15 @@ def fit_group(scheme: WeightScheme, in_features: int, out_features: int | None =
     return None
 
 
+def why_refitted(wanted: WeightScheme, used: WeightScheme, in_features: int) -> tuple[str, str]:
+    """For the report: why a layer's scheme is not the one that was asked for, and what it has instead."""
+    if wanted.block_structure is not None:
+        rows, columns = wanted.block_structure
+        return f"blocks of {rows} x {columns} do not divide a weight", "a scale a row"
+    why = f"group size {wanted.group_size} does not divide {in_features} inputs"
+    return why, str(used.group_size or "one group a row")
+
+
 def as_tuple(value: str | list[str] | tuple[str, ...] | None) -> tuple[str, ...]:
     """One string or several, as a tuple."""
     if value is None:
