@@ -77,10 +77,14 @@ def test_a_rotated_model_is_served_with_its_old_logits(family: str, name: str, t
         assert config["tie_word_embeddings"] is not unties
 
 
-def test_outputs_can_be_rotated_too_and_the_generic_route_does_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["hadamard", "random-hadamard", "random-matrix"])
+def test_all_kinds_and_outputs_are_rotated_on_both_routes(kind: str, tmp_path: Path) -> None:
     model = tiny_model("llama", attention_bias=True)
     before = model_logprobs(model)
-    oneshot(model, recipe=QuIPModifier(rotations=["v", "u"], transform_block_size=8), output_dir=tmp_path)
+    recipe = QuIPModifier(rotations=["v", "u"], transform_type=kind, seed=3)
+    oneshot(model, recipe=recipe, output_dir=tmp_path)
+    stored = [name for name in load_file(tmp_path / "model.safetensors") if "put.weight" in name]
+    assert len(stored) == (0 if kind == "hadamard" else 4)  # inputs of 64 and 32, outputs of 64 and 32 in a block
     for route in ("native", "transformers"):
         torch.testing.assert_close(served_logprobs(tmp_path, model_impl=route), before, rtol=1e-3, atol=1e-3)
 
@@ -180,10 +184,11 @@ def rotated_checkpoint(path: Path, recipe: Any, change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"type": "random-matrix"}, "random-matrix"),
+        ({"type": "learned"}, "random-matrix"),
+        ({"type": "random-hadamard"}, "no tensor"),
         ({"randomize": True}, "randomize"),
         ({"head_dim": 48}, "power of two"),
-        ({"head_dim": 64}, "divides the size"),
+        ({"head_dim": 64}, "divide the size"),
         ({"apply": [{"location": "k_cache", "targets": ["re:.*self_attn$"]}]}, "k_cache"),
         ({"apply": [{"location": "input", "targets": ["re:.*q_proj$"]}]}, "differently for them"),
         ({"apply": [{"location": "input", "targets": ["lm_head"]}]}, "lm_head"),
@@ -203,6 +208,15 @@ def test_a_rotation_at_run_time_is_no_plain_or_deterministic_model(tmp_path: Pat
         convert(tmp_path / "model", tmp_path / "plain")
     with pytest.raises(UnsupportedModelError, match="compressing its weights again would change"):
         oneshot(str(tmp_path / "model"), recipe=QuantizationModifier(**W4))
+
+
+def test_weights_alone_are_not_saved_without_their_rotations(tmp_path: Path) -> None:
+    model = oneshot(tiny_model("llama"), recipe=QuIPModifier(transform_type="random-hadamard"))
+    before = model_logprobs(model)
+    with pytest.raises(UnsupportedModelError, match="saving its weights alone"):
+        model.save_pretrained(tmp_path, save_compressed=False)
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(served_logprobs(tmp_path), before, rtol=1e-3, atol=1e-3)
 
 
 def test_compressed_tensors_reads_the_transform_config(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Rotations that a checkpoint wants at run time: transform_config in compressed-tensors' quantization_config.
 
 Its "weight_input" and "weight_output" parts are in the stored weights already; "input" and "output" are the layer's to
-do. They are deterministic Hadamard matrices here, the one kind that needs no stored matrix; others are refused.
+do. A deterministic Hadamard matrix needs none stored; a random one is, with the first layer of its size.
 """
 
 from __future__ import annotations
@@ -15,14 +15,22 @@ from octavo.checkpoint.quantization_config import best_match, quantization_field
 from octavo.errors import UnsupportedModelError
 
 ONLINE = ("input", "output")
+KINDS = ("hadamard", "random-hadamard", "random-matrix")
 _FUSED = ("weight_input", "weight_output")
 
 
 @dataclass(frozen=True)
 class OnlineTransform:
-    """A Hadamard transform of the inputs or the outputs (`location`) of modules, in blocks of `block` neighbouring
-    elements (None: of all), as Sylvester's matrix has it, which is its own inverse."""
+    """The inputs or the outputs (`location`) of modules are multiplied by a matrix, in blocks of `block` neighbouring
+    elements (None: all of them).
 
+    Of the kind "hadamard" it is Sylvester's; the others are stored, under the group's `name`. A stored Hadamard matrix
+    is of +1 and -1, and `inverse` takes its transpose; "random-matrix" is stored as it is used.
+    """
+
+    name: str
+    kind: str
+    inverse: bool
     location: str
     targets: tuple[str, ...]
     ignore: tuple[str, ...]
@@ -42,10 +50,11 @@ def online_transforms(config: dict[str, Any], path: Path) -> tuple[OnlineTransfo
     if groups is None:
         return ()
     parsed = [Fields(content, path, f"{groups.where}.{name}") for name, content in groups.content.items()]
-    return tuple(transform for group in parsed for transform in _group(group))
+    named = zip(groups.content, parsed, strict=True)
+    return tuple(transform for name, group in named for transform in _group(name, group))
 
 
-def _group(group: Fields) -> list[OnlineTransform]:
+def _group(name: str, group: Fields) -> list[OnlineTransform]:
     parts = group.content.get("apply") or []
     if not isinstance(parts, list):
         raise group.wrong("apply", "a list")
@@ -61,14 +70,16 @@ def _group(group: Fields) -> list[OnlineTransform]:
                 f"{group.path}: {part.where} rotates {location!r} at run time, which is not done here; rotations of a "
                 "linear layer's input and output are"
             )
-        if kind != "hadamard" or group.flag("randomize", False):
+        if kind not in KINDS or group.flag("randomize", False):
             raise UnsupportedModelError(
-                f"{group.path}: {group.where} is a rotation of type {kind!r} at run time; 'hadamard' without randomize "
-                "is the one that is done here"
+                f"{group.path}: {group.where} is a rotation of type {kind!r} at run time; {', '.join(KINDS)} without "
+                "randomize are done here"
             )
-        if block is not None and (block < 2 or block & (block - 1)):
+        if block is not None and (block < 2 or (kind == "hadamard" and block & (block - 1))):
             raise group.wrong("head_dim", "a power of two, for that is what the type 'hadamard' has matrices of")
-        found.append(OnlineTransform(location, part.patterns("targets"), part.patterns("ignore"), block))
+        targets, ignore = part.patterns("targets"), part.patterns("ignore")
+        inverse = part.flag("inverse", False)
+        found.append(OnlineTransform(name, kind, inverse, location, targets, ignore, block))
     return found
 
 

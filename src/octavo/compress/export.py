@@ -6,12 +6,15 @@ import re
 import shutil
 import types
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from octavo.checkpoint.safetensors_checkpoint import read_json
 from octavo.checkpoint.scheme import WeightScheme
+from octavo.checkpoint.transforms import refuse_online_transforms
 from octavo.checkpoint.writer import (
     CompressedGroup,
     ShardWriter,
@@ -76,7 +79,7 @@ def write_checkpoint(
     """Gather the finished blocks and all other tensors into shards; returns (elements, bytes) by tensor name."""
     writer = ShardWriter(directory, SHARD_BYTES)
     sizes: dict[str, tuple[int, int]] = {}
-    for name, tensor in _all_tensors(source, blocks, folder):
+    for name, tensor in chain(_all_tensors(source, blocks, folder), _online_tensors(plan)):
         writer.add(name, tensor)
         sizes[name] = (tensor.numel(), tensor.numel() * tensor.element_size())
     writer.close()
@@ -91,12 +94,17 @@ def _all_tensors(source: ModelSource, blocks: Blocks, folder: WorkFolder) -> Ite
         yield from folder.tensors(index)
 
 
+def _online_tensors(plan: Plan) -> Iterator[tuple[str, Tensor]]:
+    return (pair for transform in plan.transforms for pair in transform.tensors().items())
+
+
 def attach_copy(source: ModelSource, output_dir: Path) -> None:
     """Make `model.save_pretrained(directory)` copy the checkpoint that was written to `output_dir`."""
     original = source.model.save_pretrained
 
     def save_pretrained(self: Any, save_directory: str | Path, save_compressed: bool = True) -> None:
         if not save_compressed:
+            refuse_online_transforms(read_json(output_dir / CONFIG), output_dir, "saving its weights alone")
             original(save_directory)
         elif Path(save_directory).resolve() != output_dir.resolve():
             shutil.copytree(output_dir, save_directory, dirs_exist_ok=True)
@@ -117,6 +125,7 @@ def attach_save(
         self: Any, save_directory: str | Path, save_compressed: bool = True, max_shard_size: int = SHARD_BYTES
     ) -> None:
         if not save_compressed:
+            refuse_online_transforms(config_of(source, plan), Path(save_directory), "saving its weights alone")
             original(save_directory)
             return
         directory = Path(save_directory)
@@ -128,8 +137,8 @@ def attach_save(
             whole = layer is None or not name.endswith(".weight")
             for stored_name, stored in ({name: tensor} if whole else layer_parameters(layer)).items():  # type: ignore[arg-type]
                 writer.add(stored_name, stored)
-        for name, scale in kv_scales.items():
-            writer.add(name, scale)
+        for name, tensor in chain(kv_scales.items(), _online_tensors(plan)):
+            writer.add(name, tensor)
         writer.close()
         source.save_files(directory)
         write_json(directory / CONFIG, config_of(source, plan))

@@ -88,7 +88,7 @@ class Linear(Layer):
 
 
 class LinearRotations:
-    """Hadamard transforms that a checkpoint wants around a linear layer, computed in float32 with plain products."""
+    """Rotations that a checkpoint wants around a linear layer, computed in float32 with plain products."""
 
     def __init__(self, inputs: Rotation | None, outputs: Sequence[Rotation | None], rows: Sequence[int]) -> None:
         self.inputs, self.outputs, self.sizes = inputs, outputs, list(rows)
@@ -101,8 +101,7 @@ class LinearRotations:
         """
         inputs = [source.rotation(name, "input", in_features) for name, _ in modules]
         outputs = [source.rotation(name, "output", rows) for name, rows in modules]
-        blocks = {None if rotation is None else rotation.block for rotation in inputs}
-        if len(blocks) > 1:
+        if len({id(rotation) for rotation in inputs}) > 1:  # one that is shared is one object
             raise UnsupportedModelError(
                 f"{source.checkpoint.path}: {', '.join(name for name, _ in modules)} read the same input, which the "
                 "checkpoint rotates differently for them; such checkpoints are not served"
@@ -120,7 +119,7 @@ class LinearRotations:
         if not any(self.outputs):
             return rows
         parts = zip(rows.split(self.sizes, dim=1), self.outputs, strict=True)
-        return torch.cat([p if r is None else r.invert(p.float()).to(p.dtype) for p, r in parts], dim=1)
+        return torch.cat([p if r is None else r.apply(p.float()).to(p.dtype) for p, r in parts], dim=1)
 
 
 def merge_parts(parts: Sequence[Weight]) -> list[Weight]:

@@ -11,7 +11,7 @@ from octavo.checkpoint.base import Checkpoint
 from octavo.checkpoint.quantization_config import class_of
 from octavo.checkpoint.quantized import QuantizedWeight
 from octavo.checkpoint.transforms import OnlineTransform, online_transforms
-from octavo.errors import UnsupportedModelError, UserError
+from octavo.errors import CheckpointError, UnsupportedModelError, UserError
 from octavo.layers.quantize import quantize_weight
 from octavo.layers.rotation import Rotation, power_of_two_part, sylvester
 
@@ -43,6 +43,7 @@ class WeightSource:
         self.quantization = quantization
         self.deterministic = deterministic
         self._transforms = online_transforms(checkpoint.config, checkpoint.path)
+        self._rotations: dict[tuple[OnlineTransform, int], Rotation] = {}
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """A dense tensor in the model's dtype, or in `dtype`.
@@ -107,10 +108,12 @@ class WeightSource:
         if not found:
             return None
         block = found[0].block or size
-        if len(found) > 1 or size % block or power_of_two_part(block) != block:
+        known = found[0].kind != "hadamard" or power_of_two_part(block) == block
+        if len(found) > 1 or size % block or not known:
             raise UnsupportedModelError(
                 f"{self.checkpoint.path}: {len(found)} rotations of the {location} of {module}, which has {size} "
-                f"elements, in blocks of {block}; one is done, in blocks of a power of two that divides the size"
+                f"elements, in blocks of {block}; one is done, in blocks that divide the size, and of a power of two "
+                "for the type 'hadamard'"
             )
         if self.deterministic:
             raise UserError(
@@ -118,8 +121,28 @@ class WeightSource:
                 "there is no deterministic kernel; leave it out",
                 param="deterministic",
             )
-        factors = tuple(factor.to(device=self.device, dtype=torch.float32) for factor in sylvester(block))
-        return Rotation(size, factors)
+        key = (found[0], size)
+        if key not in self._rotations:
+            factors = sylvester(block) if found[0].kind == "hadamard" else (self._stored(found[0], module, block),)
+            moved = tuple(factor.to(device=self.device, dtype=torch.float32) for factor in factors)
+            self._rotations[key] = Rotation(size, moved)
+        return self._rotations[key]
+
+    def _stored(self, transform: OnlineTransform, module: str, order: int) -> Tensor:
+        """The matrix float64 [order, order] of a random transform: the module's, or that of all which share it."""
+        end = f".{transform.name}_{transform.location}.weight"
+        names = [name for name in self.checkpoint.names() if name.endswith(end)]
+        for name in sorted(names, key=lambda name: name != module + end):
+            matrix = self.checkpoint.tensor(name).to(torch.float64)
+            if tuple(matrix.shape) == (order, order):
+                if transform.kind == "random-matrix":
+                    return matrix
+                matrix = matrix / order**0.5
+                return matrix.t() if transform.inverse else matrix
+        raise CheckpointError(
+            f"{self.checkpoint.path}: {module} rotates its {transform.location} by a {transform.kind} of order "
+            f"{order}, but no tensor *{end} of that shape is stored"
+        )
 
     def _of(self, module: str) -> list[OnlineTransform]:
         if not self._transforms or class_of(module) != "Linear":

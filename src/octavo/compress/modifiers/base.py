@@ -123,6 +123,10 @@ class Transform(Modifier):
         """What is left to do whenever the model runs: config_groups of compressed-tensors' transform_config."""
         return {}
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What is stored for that beside the model's own tensors."""
+        return {}
+
 
 class LayerModifier(Modifier):
     """Works on one linear layer at a time, or on some that read the same input."""

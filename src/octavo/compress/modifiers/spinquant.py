@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from octavo.compress.blocks import Blocks
 from octavo.compress.hadamard import rotation_of
 from octavo.compress.modifiers.base import Transform
-from octavo.compress.online import WHO_ROTATES, InputRotator, online_rotation, transform_groups
+from octavo.compress.online import WHO_ROTATES, InputRotator, OnlineRotations
 from octavo.compress.residual import AttentionLayout, BlockLayout, attention_layout, final_norm, residual_layout
 from octavo.compress.rotation import turn_block, turn_ends, turn_values
 from octavo.errors import UnsupportedModelError, UserError
-from octavo.layers.rotation import Rotation, rotated
+from octavo.layers.rotation import Rotation
 
 ROTATIONS = ("R1", "R2", "R3", "R4")
 KINDS = ("hadamard", "random-hadamard", "random-matrix")
@@ -29,9 +29,9 @@ class SpinQuantModifier(Transform):
     `rotations`: R1 turns the residual stream and R2 the values of each head; both are multiplied into the weights and
     cost nothing later. R4 turns the input of the down projections at run time, in blocks of a power of two, which
     Octavo does for dense feed-forward layers. R3 turns queries and keys, which only helps a quantized KV cache: it is
-    refused. `transform_type`: "hadamard", "random-hadamard" (signs drawn by `seed`) or "random-matrix" for R1 and R2;
-    R4 is always the deterministic one. `transform_block_size` mixes blocks of so many neighbours instead of whole rows
-    in R1 and R4. The argument names are LLM Compressor's, except seed.
+    refused. `transform_type`: "hadamard", "random-hadamard" (signs drawn by `seed`) or "random-matrix" (orthogonal);
+    at run time the first is fastest. `transform_block_size` mixes blocks of so many neighbours instead of whole rows in
+    R1 and R4. The argument names are LLM Compressor's, except seed.
     """
 
     rotations: Sequence[str] = ("R1", "R2")
@@ -52,10 +52,9 @@ class SpinQuantModifier(Transform):
         self._last_norm: tuple[str, nn.Module] = ("", nn.Identity())
         self._layouts: list[BlockLayout] = []
         self._values: list[AttentionLayout] = []
-        self._down: dict[str, Rotation] = {}
+        self._down: OnlineRotations | None = None
         self._residual: Rotation | None = None
         self._head: Rotation | None = None
-        self._groups: dict[str, Any] = {}
 
     @property
     def unties_embeddings(self) -> bool:  # type: ignore[override]
@@ -66,7 +65,6 @@ class SpinQuantModifier(Transform):
 
     def prepare(self, model: Any, blocks: Blocks) -> list[str]:
         self._model = model
-        self._down, self._groups = {}, {}
         notes: list[str | None] = []
         if "R1" in self.rotations:
             self._layouts, self._last_norm = residual_layout(model, blocks), final_norm(model, blocks)
@@ -92,6 +90,7 @@ class SpinQuantModifier(Transform):
     def _prepare_down(self, model: Any, blocks: Blocks) -> str:
         names: set[str] = set()
         rotator = InputRotator()
+        self._down = OnlineRotations("R4", "input", self.transform_type, self.transform_block_size, self.seed)
         for index, block in enumerate(blocks.modules):
             found = [(name, module) for name, module in blocks.linears(index) if name.rpartition(".")[2] in _DOWN]
             if len(found) != 1 or any("expert" in name for name, _ in block.named_modules()):
@@ -100,14 +99,13 @@ class SpinQuantModifier(Transform):
                     "feed-forward; rotation R4 is there for blocks with exactly one. Leave R4 out"
                 )
             name, module = found[0]
-            self._down[name] = online_rotation(module.in_features, self.transform_block_size, name)
-            rotator.hook(module, self._down[name])
+            rotator.hook(module, self._down.add(name, module.in_features))
             names |= {full for full, _ in blocks.linears(index)}
-        sizes = {name: rotation.block for name, rotation in self._down.items()}
-        self._groups = transform_groups("R4", "input", sizes, names)
+        self._down.among(names)
+        sizes = sorted({rotation.block for rotation in self._down.of.values()})
         return (
-            f"R4: the input of {len(sizes)} down projections is rotated at run time, in blocks of "
-            f"{', '.join(map(str, sorted(set(sizes.values()))))}: {WHO_ROTATES}"
+            f"R4: the input of {len(self._down.of)} down projections is rotated at run time, in blocks of "
+            f"{', '.join(map(str, sizes))}: {WHO_ROTATES}"
         )
 
     def read(self, module: nn.Module, name: str) -> None:
@@ -120,14 +118,16 @@ class SpinQuantModifier(Transform):
             turn_block(module, self._layouts[index], self._residual, name)
         if self._head is not None:
             turn_values(module, self._values[index], self._head)
-        for full, rotation in self._down.items():
-            if full.startswith(f"{name}."):
-                weight: Any = module.get_submodule(full.removeprefix(f"{name}.")).weight
-                weight.data.copy_(rotated(weight.data, rotation))
+        if self._down is not None:
+            self._down.turn_weights(module, name)
 
     def online(self) -> dict[str, Any]:
         """config_groups of transform_config: what is left to do at run time."""
-        return self._groups
+        return {} if self._down is None else self._down.groups()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The matrices of random rotations at run time."""
+        return {} if self._down is None else self._down.tensors()
 
 
 def check_rotations(given: Sequence[str] | str, known: tuple[str, ...]) -> tuple[str, ...]:
