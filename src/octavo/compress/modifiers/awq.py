@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from octavo.compress.clipping import clipped
@@ -83,8 +84,9 @@ class AWQModifier(ScalingTransform):
         layers = [layer.sampled() for layer in layers]
         candidates = awq_candidates(magnitudes, weights, self.n_grid, self.duo_scaling)
         errors = [weight_error(layers, hessian, factors) for factors in candidates]
-        finite = [error if math.isfinite(error) else math.inf for error in errors]
-        best = min(range(len(finite)), key=finite.__getitem__)
+        best = min(range(len(errors)), key=lambda index: errors[index] if math.isfinite(errors[index]) else math.inf)
+        if not math.isfinite(errors[best]):
+            return torch.full_like(magnitudes, torch.nan)
         return candidates[best] if best else None
 
     def finish(

@@ -51,7 +51,7 @@ class ScalingTransform(Transform):
 
     @abstractmethod
     def factors(self, smoothing: Smoothing, layers: list[FutureLayer], inputs: InputStatistics) -> Tensor | None:
-        """Factors [K], the same for channels that are shared; None to leave things as they are.
+        """Factors [K], the same for channels that are shared; None to leave things as they are, NaN if none are finite.
 
         `layers` are those readers that will be quantized, or all linear ones where nothing will be.
         """

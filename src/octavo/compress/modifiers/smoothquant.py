@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +85,7 @@ def _best_factors(
             error = output_error(layers, rows, importance, factors)
             if error < best_error:
                 best, best_error = factors, error
-    return best
+    return best if math.isfinite(best_error) else torch.full_like(spread, torch.nan)
 
 
 @dataclass(kw_only=True)
