@@ -10,6 +10,7 @@ from tiny_models import tiny_model, token_samples
 from torch import Tensor, nn
 
 from octavo.compress.blocks import Blocks
+from octavo.compress.experts import separate_experts
 from octavo.compress.mappings import BlockCheck, Smoothing, find_smoothings, norm_offset
 
 QKV = ("input_layernorm", "post_attention_layernorm", "self_attn.v_proj", "mlp.up_proj")
@@ -88,6 +89,22 @@ def test_routers_read_what_experts_read() -> None:
     smoothing = found["post_attention_layernorm"]
     assert "mlp.gate.weight" in smoothing.readers
     assert smoothing.input == "mlp"
+
+
+def test_each_expert_of_its_own_is_scaled() -> None:
+    model = family_model("mixtral")
+    tokens = torch.tensor(token_samples(2))
+    before = model(tokens).logits
+    separate_experts(model)
+    block = block_of(model)
+    found = find_smoothings(block, model.config)
+    mixture, downs = found[1], found[3:]
+    assert mixture.input == "block_sparse_moe"
+    assert len(mixture.readers) == 2 * 4 + 1
+    assert [s.input for s in downs] == [f"block_sparse_moe.experts.{number}.w2" for number in range(4)]
+    for seed, smoothing in enumerate(found):
+        smoothing.apply(block, draw(smoothing, block, seed))
+    torch.testing.assert_close(model(tokens).logits, before, rtol=1e-4, atol=1e-4)
 
 
 def test_heads_that_share_values_share_factors() -> None:
