@@ -34,9 +34,24 @@ def test_without_the_package_or_a_gpu_that_it_knows_nothing_comes_here() -> None
     assert not attention_flash.fits(torch.float32, 128) and not attention_flash.fits(torch.bfloat16, 256)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "contexts", "pays"),
+    [
+        ([2048], [2048], True),
+        ([512] * 32, [2048] * 32, True),
+        ([64], [70_000], True),
+        ([512] * 4, [512] * 4, False),  # small
+        ([64] * 300, [300] * 300, False),  # many
+        ([512] * 5, [30_000] * 5, False),  # more than there is room for
+        ([], [], False),
+    ],
+)
+def test_which_chunks_are_worth_it(lengths: list[int], contexts: list[int], pays: bool) -> None:
+    assert attention_flash.pays(lengths, contexts) == pays
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [2, 8, 14])
-@pytest.mark.parametrize(("block_size", "head_dim"), [(16, 128), (32, 64), (16, 80)])
+@pytest.mark.parametrize(("block_size", "head_dim", "heads"), [(16, 128, 8), (32, 64, 14), (16, 80, 2)])
 def test_chunks_of_any_lengths_beside_decodes(
     block_size: int, head_dim: int, heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 KEY_TILE = 128  # keys of a tile, of which a request has whole ones; more than a tile of the package's does no harm
 MIN_SCORES = 1 << 22  # of rows and keys: with fewer, the host's time for the call counts
-MAX_REQUESTS = 256  # from there on the package launches further kernels, which it would compile in the middle of a step
+MAX_REQUESTS = 256  # with more, the package launches further kernels, which it would compile in the middle of a step
+MAX_KEYS = 1 << 17  # 0.5 GB of keys and values of 8 heads of 128: room for them is not kept at the engine's start
 
 
 @triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["tables", "key_start", "lengths"])
@@ -104,12 +105,19 @@ def fits(dtype: torch.dtype, head_dim: int) -> bool:
 
 def serves(q: Tensor, meta: AttentionMetadata) -> bool:
     """Whether the chunks of this step come here; the step's mask must be plainly causal."""
-    rows, contexts, first = meta.query_lens_host, meta.seq_lens_host, meta.num_decodes
-    if rows is None or contexts is None or not 0 < len(rows) - first <= MAX_REQUESTS:
+    if meta.query_lens_host is None or meta.seq_lens_host is None or not q.is_cuda:
         return False
-    if not q.is_cuda or torch.cuda.is_current_stream_capturing() or not fits(q.dtype, q.shape[2]):
+    first = meta.num_decodes
+    if not pays(meta.query_lens_host[first:], meta.seq_lens_host[first:]) or not fits(q.dtype, q.shape[2]):
         return False
-    return sum(n * m for n, m in zip(rows[first:], contexts[first:], strict=True)) >= MIN_SCORES
+    return not torch.cuda.is_current_stream_capturing()
+
+
+def pays(lengths: list[int], contexts: list[int]) -> bool:
+    """Whether chunks of so many new tokens, and of tokens in all, are worth a call that takes them together."""
+    if not 0 < len(lengths) <= MAX_REQUESTS or sum(contexts) > MAX_KEYS:
+        return False
+    return sum(rows * context for rows, context in zip(lengths, contexts, strict=True)) >= MIN_SCORES
 
 
 def attend(q: Tensor, cache: KVCache, meta: AttentionMetadata, scale: float) -> Tensor:
