@@ -60,6 +60,7 @@ def solve(
     settings: GPTQSettings,
     scale_dtype: torch.dtype,
     masks: Sequence[Tensor | None] | None = None,
+    drift: Tensor | None = None,
 ) -> list[Solution]:
     """Quantize float32 weights [N, K] of layers that read the same inputs, whose X'X is the float32 Hessian [K, K] (any
     positive factor).
@@ -67,15 +68,17 @@ def solve(
     The scales are chosen on the weights as they come, each input weighed by the Hessian's diagonal, so groups are of
     neighbouring columns in whatever order the columns are taken and nothing about the order needs to be stored.
     Inputs that were zero in every token are dead: their weights become zero, as those do where `masks` (bool [N, K])
-    are true.
+    are true. With `drift` [K, K], (X* - X)'X, outputs come close to those of the weights on the inputs X* (GPTAQ); the
+    errors are those from the weights that would be best without rounding.
     """
     diagonal = hessian.diagonal()
     dead = diagonal == 0
     masks = masks or [None] * len(weights)
-    targets = [w.masked_fill(dead if m is None else m | dead, 0.0) for w, m in zip(weights, masks, strict=True)]
     order = _order(diagonal, settings.act_order)
     with _threads_for(hessian):
         factor, damping = inverse_factor(hessian, order, settings.dampening_frac)
+    aims = weights if drift is None or factor is None else [w + _shift(w, drift, order, factor) for w in weights]
+    targets = [aim.masked_fill(dead if m is None else m | dead, 0.0) for aim, m in zip(aims, masks, strict=True)]
     overall = global_scale(targets, scheme)
     grids = [choose_grid(target, diagonal, scheme, settings.observer, scale_dtype, overall) for target in targets]
     if factor is None or damping is None:
@@ -102,6 +105,14 @@ def solve(
 def _threads_for(hessian: Tensor) -> AbstractContextManager[object]:
     """A small matrix on the CPU is factored by one thread."""
     return one_thread_an_operation() if len(hessian) <= _SMALL and not hessian.is_cuda else nullcontext()
+
+
+def _shift(weight: Tensor, drift: Tensor, order: Tensor, factor: Tensor) -> Tensor:
+    """What makes W + shift the best real weight for the inputs X as they will be: W D H^-1, with D = (X* - X)'X."""
+    moved = (weight @ drift)[:, order]
+    shift = torch.empty_like(moved)
+    shift[:, order] = moved @ factor.t() @ factor
+    return shift
 
 
 def _order(diagonal: Tensor, by_importance: bool) -> Tensor:

@@ -22,6 +22,7 @@ class LayerWork:
     def __init__(self, source: ModelSource, plan: Plan, phases: Phases) -> None:
         self.source, self.plan, self.phases = source, plan, phases
         self.results: dict[str, LayerResult] = {}
+        self.exact: dict[str, Tensor] = {}  # a batch's inputs of each group in the model as it came, where known
         self._inputs: dict[str, InputStatistics] = {}
 
     def begin(self) -> None:
@@ -37,7 +38,7 @@ class LayerWork:
         with self.phases("statistics"):
             if first not in self._inputs:
                 self._inputs[first] = InputStatistics(inputs.shape[-1], kinds, inputs.device)
-            self._inputs[first].add(inputs)
+            self._inputs[first].add(inputs, self.exact.pop(first, None))
 
     def change_once(self, group: Group, inputs: Tensor) -> None:
         """Change a group by these inputs, which are all; a layer that runs twice in a block is changed once."""

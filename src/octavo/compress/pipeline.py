@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from octavo.compress.assignment import Plan
 from octavo.compress.blocks import Blocks, siblings
+from octavo.compress.exact_stream import ExactStream
 from octavo.compress.kv_scales import KeyValueWatcher
 from octavo.compress.layer_work import LayerWork, refuse_non_finite
 from octavo.compress.model_source import ModelSource
@@ -28,7 +29,7 @@ from octavo.compress.modifiers.base import LayerResult, Transform
 from octavo.compress.phases import Phases
 from octavo.compress.statistics import InputStatistics
 from octavo.compress.walker import BlockWalker, Keep
-from octavo.compress.work_folder import WorkFolder
+from octavo.compress.work_folder import StoredBlock, WorkFolder
 
 Progress = Callable[[float, str | None], None]  # blocks that are done, with the share of the one in hand, and a note
 Group = dict[str, nn.Linear]  # layers that read the same input, by full name
@@ -54,6 +55,7 @@ class BlockPipeline:
         self.notes: list[str] = []
         self._walker = BlockWalker(source.model, blocks, source.device, keep)
         self._work = LayerWork(source, plan, self.phases)
+        self._exact: ExactStream | None = None
         self.kv_scales: dict[str, Tensor] = {}
         self._watcher: KeyValueWatcher | None = None
         if plan.kv_cache_scheme is not None:
@@ -105,6 +107,8 @@ class BlockPipeline:
             self._read(0)
             with self.phases("forward"):
                 self._walker.start(self.batches)
+            if any("drift" in assignment.statistics for assignment in self.plan.layers.values()):
+                self._exact = ExactStream(self._walker)
         with self.phases("read"):
             self.source.release(self.source.model, "", self._inside)
 
@@ -135,22 +139,9 @@ class BlockPipeline:
         name = self.blocks.name(index)
         done = None if folder is None else folder.load(index)
         if done is not None:
-            if self._is_read(index, folder):
-                with self.phases("read"):
-                    self.source.fill(block, name)
-                    done.restore(block, name)
-            self.notes += done.notes
-            self._progress(index, "going through finished blocks")
-            self._advance(index)
-            return done.results
-        if index > 0 or not self.batches:
-            self._read(index)
-        torch.manual_seed(self.seed + index)
-        notes = [note for transform in self.plan.transforms for note in self._transform(index, transform)]
+            return self._finished_block(index, done, self._is_read(index, folder))
+        layers, notes = self._prepare(index)
         self.notes += notes
-        layers = {full: module for full, module in self.blocks.linears(index) if full in self.plan.layers}
-        quantized = {full for full in layers if self.plan.layers[full].quantizer is not None}
-        self._settle(block, name, skip=tuple(f"{full}.weight" for full in quantized))
         self._work.begin()
         scales = self._compress_watched(index, layers)
         results = [self._work.results[full] for full in layers]
@@ -158,6 +149,37 @@ class BlockPipeline:
             with self.phases("write"):
                 folder.save(index, results, chain(self.source.stored(f"{name}."), scales.items()), notes)
         return results
+
+    def _prepare(self, index: int) -> tuple[Group, list[str]]:
+        """Read a block and transform it; the layers of it that are to change, and what the transforms say."""
+        if index > 0 or not self.batches:
+            self._read(index)
+        torch.manual_seed(self.seed + index)
+        notes = [note for transform in self.plan.transforms for note in self._transform(index, transform)]
+        layers = {full: module for full, module in self.blocks.linears(index) if full in self.plan.layers}
+        quantized = {full for full in layers if self.plan.layers[full].quantizer is not None}
+        self._settle(self.blocks.modules[index], self.blocks.name(index), tuple(f"{full}.weight" for full in quantized))
+        return layers, notes
+
+    def _finished_block(self, index: int, done: StoredBlock, is_read: bool) -> list[LayerResult]:
+        """Go through a block of an interrupted run, whose weights are restored.
+
+        What runs beside it has to see it as it was before, transforms and all, which look at the same inputs again.
+        """
+        block, name = self.blocks.modules[index], self.blocks.name(index)
+        self._progress(index, "going through finished blocks")
+        if self._exact is not None:
+            self._prepare(index)
+            for batch in range(len(self.batches)):
+                with self.phases("forward"):
+                    self._exact.advance(index, batch)
+        if is_read:
+            with self.phases("read"):
+                self.source.fill(block, name)
+                done.restore(block, name)
+        self.notes += done.notes
+        self._advance(index)
+        return done.results
 
     def _transform(self, index: int, transform: Transform) -> list[str]:
         wanted = transform.watch(index)
@@ -194,6 +216,7 @@ class BlockPipeline:
         groups = self._groups(index, layers)
         needs_data = any(self.plan.layers[name].statistics for name in layers)
         if len(self.batches) == 1 and needs_data:
+            self._run_exact(index, 0, groups)
             with _hooks(groups, self._work.change_once):
                 self._advance(index)
             for group in groups:
@@ -201,14 +224,22 @@ class BlockPipeline:
             return
         if self.batches and needs_data:
             with _hooks(groups, self._work.observe):
-                self._forward(index, 0.5)
+                self._forward(index, 0.5, groups)
         for group in groups:
             self._work.change(group)
         self._advance(index)
 
-    def _forward(self, index: int, share: float = 0.0) -> None:
-        """All batches through block `index`, which is `share` of the work on it."""
+    def _run_exact(self, index: int, batch: int, groups: list[Group]) -> None:
+        """Give what observes the groups a batch's inputs of them in the model as it came, if it asks for them."""
+        if self._exact is not None:
+            with self.phases("forward"):
+                self._work.exact = self._exact.advance(index, batch, groups)
+
+    def _forward(self, index: int, share: float = 0.0, groups: list[Group] | None = None) -> None:
+        """All batches through block `index`, which is `share` of the work on it, to see the inputs of `groups`."""
         for batch in range(len(self.batches)):
+            if groups is not None:
+                self._run_exact(index, batch, groups)
             with self.phases("forward"):
                 self._walker.run(index, batch)
             self._step(share)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KINDS = ("diagonal", "hessian", "absmean", "range", "rows")
+KINDS = ("diagonal", "hessian", "drift", "absmean", "range", "rows")
 SAMPLED_ROWS = 512
 _CHUNK = 1 << 14  # tokens a product, or as many as have this many values: keeps the float32 copy of the inputs small
 _CHUNK_VALUES = 1 << 26
@@ -19,9 +19,10 @@ _PANELS = 6  # into which the Hessian is cut; more of them compute less of the u
 class InputStatistics:
     """Facts about all inputs X [tokens, K] of a layer, as far as `kinds` asks for them.
 
-    "hessian" X'X [K, K]; "diagonal" its diagonal alone; "absmean" the mean magnitude of each input [K]; "range" the
-    smallest and largest value of each [K]; "rows" up to 512 rows, evenly spread over each batch. Rows with non-finite
-    values are left out and counted: one of them would spoil everything.
+    "hessian" X'X [K, K]; "diagonal" its diagonal alone; "drift" (X* - X)'X [K, K], where X* are the same tokens' inputs
+    in the model as it came; "absmean" the mean magnitude of each input [K]; "range" the smallest and largest value of
+    each [K]; "rows" up to 512 rows, evenly spread over each batch. Rows with non-finite values are left out and
+    counted: one of them would spoil everything.
     """
 
     def __init__(self, in_features: int, kinds: Iterable[str], device: torch.device | str = "cpu") -> None:
@@ -34,13 +35,14 @@ class InputStatistics:
         self._rows: list[Tensor] = []
         self._device = device
         shape = (in_features, in_features) if "hessian" in self.kinds else (in_features,)
+        self._drift: Tensor | None = None  # made with the first inputs, dropped where X* is not known
         self._squares = torch.zeros(shape, dtype=torch.float32, device=device)
         self._magnitudes = torch.zeros(in_features, dtype=torch.float32, device=device)
         self._minimum = torch.full((in_features,), torch.inf, device=device)
         self._maximum = torch.full((in_features,), -torch.inf, device=device)
 
-    def add(self, inputs: Tensor) -> None:
-        """Add inputs [..., K] of any float dtype."""
+    def add(self, inputs: Tensor, exact: Tensor | None = None) -> None:
+        """Add inputs [..., K] of any float dtype; `exact` has what they were in the model as it came, if known."""
         rows = inputs.detach().reshape(-1, inputs.shape[-1]).to(self._device)
         finite = torch.isfinite(rows).all(dim=1) if not bool(torch.isfinite(rows.sum())) else None
         if finite is not None:
@@ -48,11 +50,27 @@ class InputStatistics:
             rows = rows[finite]
         if not len(rows):
             return
+        if "drift" in self.kinds:
+            self._add_drift(rows, None if exact is None else exact.detach().reshape(-1, self.in_features), finite)
         self.tokens += len(rows)
         for chunk in rows.split(max(1, min(_CHUNK, _CHUNK_VALUES // self.in_features))):
             self._add_chunk(chunk)
         if "rows" in self.kinds:
             self._rows.append(_spread(rows, SAMPLED_ROWS).float())
+
+    def _add_drift(self, rows: Tensor, exact: Tensor | None, finite: Tensor | None) -> None:
+        if exact is None or (self._drift is None and self.tokens > 0):
+            self._drift = None
+            return
+        if finite is not None:
+            exact = exact[finite]
+        if self._drift is None:
+            self._drift = torch.zeros(self.in_features, self.in_features, device=self._device)
+        size = max(1, min(_CHUNK, _CHUNK_VALUES // self.in_features))
+        for those, these in zip(exact.to(self._device).split(size), rows.split(size), strict=True):
+            # Rounded after the difference, not before, which would leave little of it.
+            difference = torch.nan_to_num(those.float() - these.float(), posinf=0.0, neginf=0.0).to(rows.dtype)
+            _add_product(self._drift, difference, these)
 
     def _add_chunk(self, rows: Tensor) -> None:
         if "hessian" in self.kinds:
@@ -70,6 +88,11 @@ class InputStatistics:
         self._require("hessian")
         _mirror(self._squares)
         return self._squares
+
+    def drift(self) -> Tensor | None:
+        """(X* - X)'X, float32 [K, K]; None where X* was not known for all inputs."""
+        self._require("drift")
+        return self._drift
 
     def diagonal(self) -> Tensor:
         """Sum of squares of each input, float32 [K]."""
@@ -131,6 +154,15 @@ def _add_gram(total: Tensor, rows: Tensor) -> None:
     with _bfloat16_products(rows.dtype == torch.bfloat16):
         for start, stop in _panels(len(total)):
             total[start:, start:stop].addmm_(wide[:, start:].t(), wide[:, start:stop])
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left'right to `total`, as `_add_gram` multiplies."""
+    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+        total += torch.mm(left.t(), right, out_dtype=torch.float32)
+        return
+    with _bfloat16_products(left.dtype == torch.bfloat16):
+        total.addmm_(left.float().t(), right.float())
 
 
 def _mirror(total: Tensor) -> None:

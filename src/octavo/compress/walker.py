@@ -43,7 +43,7 @@ class BlockWalker:
         self.hidden: list[Tensor] = []
         self.groups: list[list[str]] = []  # linear layers of a block that read the same tensor, names within the block
         self._extras: tuple[Any, ...] | None = None  # what a block returns besides its output; None: no tuple
-        self._dtype = torch.float32
+        self.dtype = torch.float32
 
     def start(self, batches: list[Tensor]) -> None:
         """Take the batches, each int64 [B, T]. Block 0 must be filled, for it is run once, on one sequence."""
@@ -53,7 +53,7 @@ class BlockWalker:
             recorder = _Recorder(self._extras)
             self._run_model(batch.to(self.device), recorder)
             self.calls.append(once.of(recorder.calls))
-            self._dtype = recorder.first.dtype
+            self.dtype = recorder.first.dtype
             self.hidden.append(self._kept(recorder.first))
 
     def _kept(self, hidden: Tensor) -> Tensor:
@@ -65,14 +65,29 @@ class BlockWalker:
 
     def run(self, index: int, batch: int) -> Tensor:
         """Output of block `index` on the current input of a batch."""
+        return self.run_on(index, batch, self.hidden[batch].to(self.device, self.dtype, non_blocking=True))
+
+    def run_on(self, index: int, batch: int, hidden: Tensor) -> Tensor:
+        """Output of block `index` for `hidden` in place of the current input of a batch."""
         args, kwargs = self.calls[batch][index]
-        hidden = self.hidden[batch].to(self.device, self._dtype, non_blocking=True)
         output = self.blocks.modules[index](hidden, *args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
 
     def advance(self, index: int, batch: int) -> None:
         """Run block `index` on a batch; its output becomes the input of the next."""
         self.hidden[batch].copy_(self.run(index, batch))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the model makes of `hidden` [B, T, H] after its last block: [B, T, vocabulary]."""
+        given = hidden if self._extras is None else (hidden, *self._extras)
+        for block in self.blocks.modules:
+            block.forward = lambda *args, **kwargs: given
+        try:
+            logits: Tensor = self.model(inputs_embeds=hidden, use_cache=False).logits
+        finally:
+            for block in self.blocks.modules:
+                del block.forward
+        return logits
 
     def _probe(self, batch: Tensor) -> None:
         """Run block 0 for real: the form of its output, and which of its linear layers share an input."""

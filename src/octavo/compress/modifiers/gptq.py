@@ -21,12 +21,15 @@ class GPTQModifier(QuantizationModifier):
     `dampening_frac` of the Hessian's mean diagonal is added to it; ten and a hundred times that are tried when it is
     not positive definite, and then the layer is only rounded, which the report says. `actorder` "static" (or "weight")
     takes columns by falling importance, None as they are; neither needs an index in the checkpoint, for scales are
-    chosen beforehand, on groups of neighbouring columns.
+    chosen beforehand, on groups of neighbouring columns. With `align` a layer is to compute what it computed in the
+    model as it came, from the inputs that the compressed layers before it give it; that takes a second pass over the
+    data, through the block as it was.
     """
 
     block_size: int = 128
     dampening_frac: float = 0.01
     actorder: str | bool | None = "static"
+    align: bool = True
 
     default_observer = "imatrix_signed"
 
@@ -41,7 +44,7 @@ class GPTQModifier(QuantizationModifier):
 
     @property
     def statistics(self) -> frozenset[str]:
-        return super().statistics | {"hessian"}
+        return super().statistics | ({"hessian", "drift"} if self.align else {"hessian"})
 
     def quantize(self, layers: list[LinearLayer], inputs: InputStatistics | None) -> list[LayerResult]:
         if inputs is None or inputs.tokens == 0:
@@ -51,14 +54,16 @@ class GPTQModifier(QuantizationModifier):
                 result.notes.append(f"{result.name}: only rounded, not GPTQ: {why}")
                 result.details["fallback"] = why
             return results
-        hessian = inputs.hessian()
+        hessian, drift = inputs.hessian(), inputs.drift() if "drift" in inputs.kinds else None
         solved: dict[str, LayerResult] = {}
         for batch in _solvable_together(layers):
             observer, scheme = self.observer_name(batch[0].observer), batch[0].scheme
             assert scheme is not None
             settings = GPTQSettings(self.block_size, self.dampening_frac, _ACT_ORDERS[self.actorder], observer)
             masks = [layer.mask for layer in batch]
-            solutions = solve([layer.weight for layer in batch], hessian, scheme, settings, batch[0].scale_dtype, masks)
+            solutions = solve(
+                [layer.weight for layer in batch], hessian, scheme, settings, batch[0].scale_dtype, masks, drift
+            )
             for layer, solution in zip(batch, solutions, strict=True):
                 solved[layer.name] = self._result(layer, solution, observer, inputs)
         return [solved[layer.name] for layer in layers]
@@ -66,7 +71,7 @@ class GPTQModifier(QuantizationModifier):
     def _result(self, layer: LinearLayer, solution: Solution, observer: str, inputs: InputStatistics) -> LayerResult:
         error = float(solution.error.sum() / solution.norm.sum().clamp_min(1e-30))
         details: dict[str, Any] = {"algorithm": "gptq", "observer": observer, "damping": solution.damping}
-        details |= {"dead_inputs": solution.dead}
+        details |= {"dead_inputs": solution.dead, "aligned": "drift" in inputs.kinds and inputs.drift() is not None}
         result = self._layer_result(layer, solution.codes, solution.grid, error, details, inputs)
         result.notes += self._notes(layer.name, solution)
         return result
