@@ -123,7 +123,7 @@ def test_a_model_of_eight_bits_is_dequantized_and_the_report_says_so(tiny_llama:
 
 def limited(limit: int, *arguments: object) -> subprocess.CompletedProcess[str]:
     """`octavo` where no file may grow beyond `limit` bytes."""
-    command = [sys.executable, "-m", "octavo.cli.main", *map(str, arguments)]
+    command = [sys.executable, "-m", "octavo", *map(str, arguments)]
     return subprocess.run(
         command, capture_output=True, text=True, check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from octavo.compress.algorithms import STEPS, algorithm_chain
+from octavo.compress.bit_allocation import parse_target
 from octavo.compress.calibration import CalibrationSpec
 from octavo.compress.config import CompressConfig
 from octavo.compress.job import CompressionJob, CompressionResult, plan_of
-from octavo.compress.model_source import open_source
+from octavo.compress.mixed import MixedPrecision, for_perplexity, for_size
+from octavo.compress.model_source import ModelSource, open_source
 from octavo.compress.modifiers.base import Modifier
 from octavo.compress.recipe import parse_recipe
 from octavo.compress.report import report_lines
@@ -22,13 +25,43 @@ _GPTQ_SETTINGS = ("dampening_frac", "block_size", "actorder")
 def run(config: CompressConfig, quiet: bool = False) -> CompressionResult:
     """Compress as the settings say and print the report, unless `quiet`. UserError says what is wrong with them."""
     spec, modifiers = spec_of(config), modifiers_of(config)
-    source = open_source(config.model, check=lambda empty: plan_of(empty, modifiers), device=config.device)
-    job = CompressionJob(source, modifiers, spec, config.batch_size)
-    result = job.run(Path(config.output_dir), config.resume, (lambda line: None) if quiet else _say)
+    say = (lambda line: None) if quiet else _say
+
+    def opened() -> ModelSource:
+        return open_source(config.model, check=lambda empty: plan_of(empty, modifiers), device=config.device)
+
+    output_dir = Path(config.output_dir)
+    if config.target_size is None and config.max_perplexity_increase is None:
+        result = CompressionJob(opened(), modifiers, spec, config.batch_size).run(output_dir, config.resume, say)
+    else:
+        mixed = MixedPrecision(opened, modifiers, spec, config.bit_choices, config.batch_size)
+        result = mixed_precision(mixed, config, output_dir, say)
     if not quiet:
         print("\n".join(report_lines(result.report)))
         print(f"written to {config.output_dir}")
     return result
+
+
+def mixed_precision(
+    mixed: MixedPrecision, config: CompressConfig, output_dir: Path, say: Callable[[str], object]
+) -> CompressionResult:
+    """Bits by layer, for a size or for a limit on perplexity."""
+    if config.max_perplexity_increase is not None:
+        return for_perplexity(mixed, config.max_perplexity_increase, output_dir, config.resume, say)
+    return for_size(mixed, parse_target(config.target_size or ""), output_dir, config.resume, say)
+
+
+def check_mixed_precision(config: CompressConfig) -> None:
+    """UserError for settings of it that no model could be compressed with."""
+    percent = config.max_perplexity_increase
+    if percent is not None and config.target_size is not None:
+        raise UserError("give --target-size or --max-perplexity-increase, not both", param="target_size")
+    if percent is not None and not 0 < percent <= 1000:
+        raise UserError(f"max_perplexity_increase is {percent}; it must be above 0 percent and at most 1000")
+    if config.target_size is not None:
+        parse_target(config.target_size)
+    if not config.bit_choices or not all(2 <= bits <= 8 for bits in config.bit_choices):
+        raise UserError(f"bit_choices is {list(config.bit_choices)}; they must be whole numbers from 2 to 8")
 
 
 def _say(line: str) -> None:
@@ -56,7 +89,8 @@ def modifiers_of(config: CompressConfig) -> list[Modifier]:
         return parse_recipe(Path(config.recipe))
     names = algorithm_chain(config.algorithm or "gptq")
     common: dict[str, Any] = {"scheme": config.scheme or "W4A16", "ignore": list(config.ignore)}
-    common |= {"group_size": config.group_size, "weight_observer": config.observer}
+    observer = config.observer or ("imatrix_signed" if "awq" in names else None)  # AWQ knows the inputs anyway
+    common |= {"group_size": config.group_size, "weight_observer": observer}
     if "gptq" in names:
         order = None if config.actorder == "none" else config.actorder
         common |= {"block_size": config.block_size, "dampening_frac": config.dampening_frac, "actorder": order}

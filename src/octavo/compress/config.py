@@ -58,6 +58,21 @@ class CompressConfig:
     moe_calibrate_all_experts: bool = setting(
         True, "calibrate each expert of a mixture on all tokens, not only on those that are sent to it"
     )
+    target_size: str | None = setting(
+        None,
+        "choose bits by layer, by measured sensitivity, for this size: bytes (90MB), a share of the original (40%) or "
+        "bits a weight (4.25bits)",
+        metavar="SIZE",
+    )
+    max_perplexity_increase: float | None = setting(
+        None,
+        "choose bits by layer for the smallest size found whose perplexity, on held-out calibration text, rises by at "
+        "most so many percent",
+        metavar="PERCENT",
+    )
+    bit_choices: tuple[int, ...] = setting(
+        (3, 4, 8), "widths that these choose from, beside leaving layers as they are"
+    )
     batch_size: int | None = setting(
         None, "sequences a forward pass; if not given, all at once where they fit, else some", metavar="N"
     )
@@ -67,7 +82,8 @@ class CompressConfig:
 
     def check(self) -> None:
         """Refuse what no model could be compressed with. Raises UserError."""
-        from octavo.compress.command import modifiers_of, spec_of
+        from octavo.compress.command import check_mixed_precision, modifiers_of, spec_of
 
+        check_mixed_precision(self)
         spec_of(self)
         modifiers_of(self)

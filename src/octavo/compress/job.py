@@ -7,7 +7,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,9 +71,16 @@ class CompressionJob:
         calibrate_all_experts(source.model, spec.moe_calibrate_all_experts)
 
     def run(
-        self, output_dir: Path | None, resume: bool, say: Callable[[str], object] = lambda line: None
+        self,
+        output_dir: Path | None,
+        resume: bool,
+        say: Callable[[str], object] = lambda line: None,
+        beside: Mapping[str, Any] | None = None,
     ) -> CompressionResult:
-        """Compress, and write to `output_dir` if that is given; `say` is told what it will need before it begins."""
+        """Compress, and write to `output_dir` if that is given; `say` is told what it will need before it begins.
+
+        The report has the entries of `beside` as well.
+        """
         if resume and output_dir is None:
             raise UserError("resume needs the output_dir of the interrupted run", param="resume")
         started = time.perf_counter()
@@ -99,6 +106,7 @@ class CompressionJob:
         pipeline = BlockPipeline(self.source, self.blocks, self.plan, batches, keep, self.spec.seed)
         results = self._compress(pipeline, folder, batches)
         report = self._report(data, fingerprint, results, pipeline) | {"estimate": needs.to_report()}
+        report |= beside or {}
         if output_dir is None or folder is None:
             attach_save(self.source, self.plan, results, dump_recipe(self.modifiers), pipeline.kv_scales)
         else:

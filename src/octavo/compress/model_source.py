@@ -187,11 +187,18 @@ class CheckpointSource(ModelSource):
         separate_experts(self.model)
         self._tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
         self._names = self._checkpoint_names()
-        linears = [name for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
-        note = origin_note(checkpoint, [self._names.get(f"{n}.weight", "").removesuffix(".weight") for n in linears])
-        self.notes = [] if note is None else [note]
+        self.notes = []
         self._reader: ThreadPoolExecutor | None = None
         self._coming: dict[str, Future[dict[str, Tensor]]] = {}
+
+    def note_origin(self) -> None:
+        """Refuse what should not be compressed again; what is dequantized first is noted."""
+        linears = [name for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
+        stored = [
+            self._names[f"{name}.weight"].removesuffix(".weight") for name in linears if f"{name}.weight" in self._names
+        ]
+        note = origin_note(self.checkpoint, stored)
+        self.notes = [] if note is None else [note]
 
     @property
     def tokenizer(self) -> Any:  # type: ignore[override]
@@ -309,11 +316,13 @@ def open_source(
     checkpoint = open_checkpoint(model)
     refuse_online_transforms(checkpoint.config, checkpoint.path, "compressing its weights again")
     try:
-        return CheckpointSource(checkpoint, str(model), tokenizer, keep, place)
+        source = CheckpointSource(checkpoint, str(model), tokenizer, keep, place)
     except _OtherNamesError as error:
         check(error.model)
         loaded = _load_whole(checkpoint, error)
         return LoadedSource(loaded, checkpoint.load_tokenizer() if tokenizer is None else tokenizer, place)
+    source.note_origin()
+    return source
 
 
 class _OtherNamesError(CheckpointError):

@@ -128,32 +128,32 @@ class WorkFolder:
             yield path
 
     def publish(self, last: str) -> None:
-        """Move the files of the checkpoint to the output directory, `last` at the end, and remove this folder.
-
-        Without that file nothing takes the directory for a checkpoint: one that was there before goes first, and a
-        process that is killed in between leaves none. Weights of an earlier checkpoint are removed.
-        """
-        source, target = self.path / CHECKPOINT, self.path.parent
-        names = sorted(path.name for path in source.iterdir())
-        with _written(target):
-            for path in source.rglob("*"):
-                sync(path)
-            (target / last).unlink(missing_ok=True)
-            sync(target)
-            for leftover in target.glob("model*.safetensors*"):
-                leftover.unlink()
-            for name in sorted(names, key=lambda name: name == last):
-                if name == last:
-                    sync(target)
-                if (target / name).is_dir():
-                    shutil.rmtree(target / name)
-                os.replace(source / name, target / name)
-            sync(target)
-        self.remove()
-
-    def remove(self) -> None:
-        """The checkpoint is whole."""
+        """Move the files of the checkpoint to the output directory, as `publish` does, and remove this folder."""
+        publish(self.path / CHECKPOINT, self.path.parent, last)
         shutil.rmtree(self.path)
+
+
+def publish(source: Path, target: Path, last: str) -> None:
+    """Move the files of a checkpoint from one folder to another, `last` at the end.
+
+    Without that file nothing takes `target` for a checkpoint: one that was there before goes first, and a process that
+    is killed in between leaves none. Weights of an earlier checkpoint are removed.
+    """
+    names = sorted(path.name for path in source.iterdir())
+    with _written(target):
+        for path in source.rglob("*"):
+            sync(path)
+        (target / last).unlink(missing_ok=True)
+        sync(target)
+        for leftover in target.glob("model*.safetensors*"):
+            leftover.unlink()
+        for name in sorted(names, key=lambda name: name == last):
+            if name == last:
+                sync(target)
+            if (target / name).is_dir():
+                shutil.rmtree(target / name)
+            os.replace(source / name, target / name)
+        sync(target)
 
 
 def remove_work(output_dir: Path) -> None:
