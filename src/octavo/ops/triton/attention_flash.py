@@ -1,8 +1,8 @@
 """Chunks of any lengths through FlashAttention 4 (Dao et al.; package `flash-attn-4`), where it is installed.
 
 One call takes all chunks of a step, whatever their lengths and pasts, where cuDNN takes several and a merge. Its
-kernel for Hopper reads keys in order, by the copy engine; pages of 16 tokens it would read by single copies, 9 % slower
-where it counts, so they are gathered before. A request's keys fill whole tiles there, the last one with zeros: a tile
+kernel for Hopper reads keys in order, by the copy engine; pages of 16 tokens it would read by single copies, 10 to 25 %
+slower for long prompts, so they are gathered before. A request's keys fill whole tiles there, the last one with zeros: a tile
 that reached into the next request's would make NaN of what is infinite there, although its weight is 0.
 
 H200, 2026-11-30, 32 and 8 heads of 128, ms, gathering included, beside cuDNN and the Triton kernel: 16,384 rows 3.0
@@ -135,7 +135,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, key_start: Tensor, lengths: Tensor, scale: float
 ) -> Tensor:
     # Not told how long the longest request is, the package compiles one kernel for all. Query heads that share a key
-    # head keep tiles of their own: up to 9 % faster for long prompts, and equal for others.
+    # head keep tiles of their own: 2 to 10 % faster for long prompts, and equal for others.
     out, _ = load()(
         q, k, v, cu_seqlens_q=query_start, cu_seqlens_k=key_start, seqused_k=lengths, softmax_scale=scale, causal=True,
         pack_gqa=False,
