@@ -2,8 +2,8 @@
 
 One call takes all chunks of a step, whatever their lengths and pasts, where cuDNN takes several and a merge. Its
 kernel for Hopper reads keys in order, by the copy engine; pages of 16 tokens it would read by single copies, 10 to 25 %
-slower for long prompts, so they are gathered before. A request's keys fill whole tiles there, the last one with zeros: a tile
-that reached into the next request's would make NaN of what is infinite there, although its weight is 0.
+slower for long prompts, so they are gathered before. A request's keys fill whole tiles there, the last one with zeros:
+a tile that reached into the next request's would make NaN of what is infinite there, although its weight is 0.
 
 H200, 2026-11-30, 32 and 8 heads of 128, ms, gathering included, beside cuDNN and the Triton kernel: 16,384 rows 3.0
 (3.3, 5.8), 13,616 after 16,384 and 2,768 alone 7.9 (9.3, 13.7), 32 x 512 after 1,536 0.92 (-, 1.45), 16 x 1,000 0.39
