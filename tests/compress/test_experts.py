@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_resume import crash_after
 from tiny_models import tiny_model, token_samples
 from torch import nn
 
@@ -134,3 +135,23 @@ def test_a_loaded_mixture_gives_the_same_files(tmp_path: Path) -> None:
     files = [load_file(tmp_path / name / "model.safetensors") for name in ("loaded", "read")]
     assert files[0].keys() == files[1].keys()
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_mixture_is_resumed_after_a_crash(
+    batch_size: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = GPTQModifier(scheme="W4A16", ignore=["lm_head"], group_size=16)
+
+    def compress(folder: str, resume: bool = False) -> bytes:
+        model = tiny_model("qwen3_moe", **CHANGES["qwen3_moe"])
+        options: dict[str, Any] = {"dataset": token_samples(), "recipe": recipe, "batch_size": batch_size}
+        oneshot(model, output_dir=tmp_path / folder, resume=resume, **options)
+        return (tmp_path / folder / "model.safetensors").read_bytes()
+
+    whole = compress("whole")
+    with monkeypatch.context() as patch:
+        crash_after(patch, 1)
+        with pytest.raises(KeyboardInterrupt):
+            compress("broken")
+    assert compress("broken", resume=True) == whole
