@@ -95,6 +95,9 @@ def test_a_compressed_mixture_is_served_with_its_dequantized_logits(
     assert packed == {name for name in plain if name.endswith("_proj.weight") or "mqa" in name or ".experts." in name}
     ignored = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]["ignore"]
     assert {name.removesuffix(".weight") for name in plain if name.endswith(".gate.weight")} <= set(ignored)
+    report = json.loads((tmp_path / "small" / "compression_report.json").read_text())
+    aligned = {layer["name"]: layer["aligned"] for layer in report["layers"]}
+    assert all(is_aligned == (all_experts or ".experts." not in name) for name, is_aligned in aligned.items())
     ids = token_samples(1, 40, seed=11)[0]
     scores = logits(changed, [ids])[0, :-1].log_softmax(dim=-1)
     expected = scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]

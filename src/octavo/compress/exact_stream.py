@@ -25,9 +25,9 @@ class ExactStream:
         self._hidden = [hidden.clone() for hidden in walker.hidden]
 
     def advance(self, index: int, batch: int, groups: Sequence[Group] = ()) -> dict[str, Tensor]:
-        """Run block `index`, which nothing has compressed yet, on a batch; the inputs [B, T, K] of each group in it.
+        """Run block `index`, which nothing has compressed yet, on a batch; the inputs [..., K] of each group in it.
 
-        Inputs of another form (tokens sent to an expert) are left out: they are not those that the compressed model
+        Inputs of fewer tokens (those sent to an expert) are left out: they are not those that the compressed model
         sends there.
         """
         inputs: dict[str, Tensor] = {}
@@ -36,7 +36,7 @@ class ExactStream:
             first = next(iter(group))
 
             def note(module: nn.Module, args: tuple[Any, ...], first: str = first) -> None:
-                if args[0].shape[:-1] == self._hidden[batch].shape[:-1]:
+                if args[0].shape[:-1].numel() == self._hidden[batch].shape[:-1].numel():
                     inputs[first] = args[0]
 
             handles.append(group[first].register_forward_pre_hook(note))

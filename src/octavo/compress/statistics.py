@@ -59,7 +59,8 @@ class InputStatistics:
             self._rows.append(_spread(rows, SAMPLED_ROWS).float())
 
     def _add_drift(self, rows: Tensor, exact: Tensor | None, finite: Tensor | None) -> None:
-        if exact is None or (self._drift is None and self.tokens > 0):
+        given = len(rows) if finite is None else len(finite)  # an expert may have been sent fewer tokens than exact has
+        if exact is None or len(exact) != given or (self._drift is None and self.tokens > 0):
             self._drift = None
             return
         if finite is not None:
