@@ -15,6 +15,7 @@ from octavo.compress.assignment import Plan
 from octavo.compress.blocks import Blocks, siblings
 from octavo.compress.export import SHARD_BYTES
 from octavo.compress.model_source import ModelSource
+from octavo.compress.modifiers.gptq import SOLVED_AT_ONCE
 from octavo.compress.walker import Keep
 from octavo.compress.work_folder import FOLDER
 from octavo.errors import CapacityError
@@ -57,15 +58,17 @@ def estimate(source: ModelSource, blocks: Blocks, plan: Plan, batches: list[Tens
     needs_outside = bool(batches) or bool(plan.transforms)
     hidden = source.model.config.get_text_config().hidden_size
     waiting = sum(batch.numel() for batch in batches) * hidden * (keep.dtype or source.compute_dtype).itemsize
+    aligned = keep.twice and any("drift" in assignment.statistics for assignment in plan.layers.values())
+    waiting *= 1 + aligned
     output = _stored_bytes(source, blocks, plan)
     in_work: Parts = {"a block": block * (width + 1)}  # the codes too
     if batches:
         largest = max(batch.numel() for batch in batches)
         forward = largest * (6 * hidden + 4 * (_inner(source) or 4 * hidden)) * width
-        in_work |= {"statistics": _statistics(blocks, plan, len(batches) == 1)}
-        in_work |= {"in work": max(forward, _solving(blocks, plan))}
+        in_work |= {"statistics": _statistics(blocks, plan, len(batches) == 1) * (1 + aligned)}
+        in_work |= {"in work": max(forward, _solving(blocks, plan, source.device.type == "cpu"))}
     else:
-        in_work |= {"in work": _solving(blocks, plan)}
+        in_work |= {"in work": _solving(blocks, plan, source.device.type == "cpu")}
     start: Parts = {"embeddings": outside * (width + source.dtype.itemsize) * needs_outside}
     writing: Parts = {"a shard": min(SHARD_BYTES, output)}
     kept = {"model": _elements(source.model) * width} if source.keep else {}
@@ -145,11 +148,12 @@ def _statistics(blocks: Blocks, plan: Plan, one_pass: bool) -> int:
     return _over_blocks(blocks, of_block)
 
 
-def _solving(blocks: Blocks, plan: Plan) -> int:
+def _solving(blocks: Blocks, plan: Plan, one_by_one: bool) -> int:
     """float32 copies of the layers in hand (target, work, levels, errors, one on the way) and the Hessian's factor."""
 
     def of_group(group: list[tuple[str, nn.Linear]]) -> int:
-        weights = sum(module.weight.numel() for _, module in group)
+        counts = [module.weight.numel() for _, module in group]
+        weights = min(sum(counts), max(SOLVED_AT_ONCE, *counts)) if one_by_one else sum(counts)
         is_solved = "hessian" in plan.layers[group[0][0]].statistics
         return (5 * weights + (2 * group[0][1].in_features ** 2 if is_solved else 0)) * 4
 

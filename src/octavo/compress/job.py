@@ -191,8 +191,11 @@ class CompressionJob:
         values = (0 if data is None else data.tokens) * source.model.config.get_text_config().hidden_size
         short = source.dtype.itemsize == 2 and values * source.compute_dtype.itemsize > _MUCH
         dtype = source.dtype if short else source.compute_dtype
-        on_device = source.device.type == "cpu" or values * dtype.itemsize < free_device_memory(source.device) // 2
-        return Keep(source.device if on_device else torch.device("cpu"), dtype)
+        if source.device.type == "cpu":
+            return Keep(source.device, dtype, twice=not short)
+        room = free_device_memory(source.device) // 2
+        on_device = values * dtype.itemsize < room
+        return Keep(source.device if on_device else torch.device("cpu"), dtype, 2 * values * dtype.itemsize < room)
 
     def _fingerprint(self, data: CalibrationData | None) -> dict[str, str]:
         config = json.dumps(self.source.config_dict(), sort_keys=True, default=str)

@@ -30,6 +30,7 @@ from octavo.compress.phases import Phases
 from octavo.compress.statistics import InputStatistics
 from octavo.compress.walker import BlockWalker, Keep
 from octavo.compress.work_folder import StoredBlock, WorkFolder
+from octavo.units import size
 
 Progress = Callable[[float, str | None], None]  # blocks that are done, with the share of the one in hand, and a note
 Group = dict[str, nn.Linear]  # layers that read the same input, by full name
@@ -107,10 +108,21 @@ class BlockPipeline:
             self._read(0)
             with self.phases("forward"):
                 self._walker.start(self.batches)
-            if any("drift" in assignment.statistics for assignment in self.plan.layers.values()):
-                self._exact = ExactStream(self._walker)
+            self._begin_exact()
         with self.phases("read"):
             self.source.release(self.source.model, "", self._inside)
+
+    def _begin_exact(self) -> None:
+        if not any("drift" in assignment.statistics for assignment in self.plan.layers.values()):
+            return
+        if self._walker.keep.twice:
+            self._exact = ExactStream(self._walker)
+        else:
+            taken = size(sum(hidden.nbytes for hidden in self._walker.hidden))
+            self.notes.append(
+                f"layers aim at their outputs in the model as compressed so far: the inputs of the model as it came "
+                f"would take another {taken}"
+            )
 
     def _unneeded(self) -> tuple[str, ...]:
         """Beginnings of names that nothing asks for at the start: the blocks and, mostly, the output layer."""
@@ -223,8 +235,7 @@ class BlockPipeline:
                 self._work.change_unseen(group)
             return
         if self.batches and needs_data:
-            with _hooks(groups, self._work.observe):
-                self._forward(index, 0.5, groups)
+            self._observe(index, groups)
         for group in groups:
             self._work.change(group)
         self._advance(index)
@@ -235,14 +246,20 @@ class BlockPipeline:
             with self.phases("forward"):
                 self._work.exact = self._exact.advance(index, batch, groups)
 
-    def _forward(self, index: int, share: float = 0.0, groups: list[Group] | None = None) -> None:
-        """All batches through block `index`, which is `share` of the work on it, to see the inputs of `groups`."""
+    def _observe(self, index: int, groups: list[Group]) -> None:
+        """All batches through block `index`, to see the inputs of `groups`."""
         for batch in range(len(self.batches)):
-            if groups is not None:
-                self._run_exact(index, batch, groups)
+            self._run_exact(index, batch, groups)
+            with _hooks(groups, self._work.observe), self.phases("forward"):
+                self._walker.run(index, batch)
+            self._step(0.5)
+
+    def _forward(self, index: int) -> None:
+        """All batches through block `index`, for what is hooked into it."""
+        for batch in range(len(self.batches)):
             with self.phases("forward"):
                 self._walker.run(index, batch)
-            self._step(share)
+            self._step(0.0)
 
     def _advance(self, index: int) -> None:
         # Nothing comes after the last block, but in one pass its layers are changed while it runs, and its keys seen.

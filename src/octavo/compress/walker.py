@@ -22,10 +22,14 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # a block's arguments without the
 
 @dataclass(frozen=True)
 class Keep:
-    """Where the blocks' inputs wait, and in which dtype (None: the one they are computed in)."""
+    """Where the blocks' inputs wait, and in which dtype (None: the one they are computed in).
+
+    `twice`: whether there is room for those of the model as it came beside those of the compressed one.
+    """
 
     device: torch.device
     dtype: torch.dtype | None = None
+    twice: bool = True
 
 
 class BlockWalker:

@@ -11,6 +11,7 @@ from octavo.compress.modifiers.quantization import QuantizationModifier
 from octavo.compress.statistics import InputStatistics
 from octavo.errors import UserError
 
+SOLVED_AT_ONCE = 1 << 26  # weights
 _ACT_ORDERS = {"static": True, "weight": True, None: False, False: False}
 
 
@@ -88,8 +89,17 @@ class GPTQModifier(QuantizationModifier):
 
 
 def _solvable_together(layers: list[LinearLayer]) -> list[list[LinearLayer]]:
-    """Layers of the same scheme, observer and dtype, in order: their rows can be solved as one weight."""
+    """Layers of the same scheme, observer and dtype, in order: their rows can be solved as one weight.
+
+    On a CPU large ones are solved one after the other, for a few float32 copies are held of what is solved at once.
+    """
     batches: dict[Any, list[LinearLayer]] = {}
     for layer in layers:
-        batches.setdefault((layer.scheme, layer.observer, layer.scale_dtype), []).append(layer)
+        alike = (layer.scheme, layer.observer, layer.scale_dtype)
+        together = batches.setdefault(alike, [])
+        count = sum(other.weight.numel() for other in together) + layer.weight.numel()
+        if together and count > SOLVED_AT_ONCE and not layer.weight.is_cuda:
+            batches[(*alike, layer.name)] = batches.pop(alike)
+            together = batches.setdefault(alike, [])
+        together.append(layer)
     return list(batches.values())
