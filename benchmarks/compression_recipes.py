@@ -13,7 +13,7 @@ from typing import Any
 KEY = ("tool", "model", "recipe", "draw")  # what tells jobs and results apart
 GROUP_SIZE = 64
 IGNORE = ["lm_head"]
-SMOOTHING = 0.8
+SMOOTHING = 0.8  # the peer's, as in all of its int8 examples
 GEMMA_SMOOTHING = [
     (["re:.*q_proj", "re:.*k_proj", "re:.*v_proj"], "re:.*input_layernorm"),
     (["re:.*gate_proj", "re:.*up_proj"], "re:.*pre_feedforward_layernorm"),
@@ -84,14 +84,14 @@ def octavo_recipe(recipe: str) -> list[Any]:
         "ignore": IGNORE,
     }
     if bits == 8:
-        chain = [m.SmoothQuantModifier(smoothing_strength=SMOOTHING)] if method == "w8a8" else []
+        chain = [m.SmoothQuantModifier()] if method == "w8a8" else []
         return [*chain, m.GPTQModifier(scheme="W8A8", ignore=IGNORE)]
     builders: dict[str, Callable[[], list[Any]]] = {
         "rtn": lambda: [m.QuantizationModifier(**groups)],
         "rtn-mse": lambda: [m.QuantizationModifier(**groups, weight_observer="mse")],
         "rtn-imatrix": lambda: [m.QuantizationModifier(**groups, weight_observer="imatrix_signed")],
         "gptq": lambda: [m.GPTQModifier(**groups)],
-        "awq": lambda: [m.AWQModifier(), m.QuantizationModifier(**groups)],
+        "awq": lambda: [m.AWQModifier(**groups)],  # its own pair: AWQ, then rounding with importance-weighted scales
         "awq-gptq": lambda: [m.AWQModifier(), m.GPTQModifier(**groups)],
     }
     return builders[method]()
