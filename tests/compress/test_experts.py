@@ -123,6 +123,17 @@ def test_experts_that_see_no_token_are_only_rounded_unless_all_are_calibrated(tm
     assert all(".experts." in note for note in unseen)
 
 
+def test_layers_of_an_expert_share_a_scale_and_no_others(tmp_path: Path) -> None:
+    tiny_model("mixtral", **CHANGES["mixtral"]).save_pretrained(tmp_path / "plain")
+    recipe = GPTQModifier(scheme="NVFP4A16", ignore=["lm_head"])
+    oneshot(str(tmp_path / "plain"), dataset=token_samples(), recipe=recipe, output_dir=tmp_path / "small")
+    stored = load_file(tmp_path / "small" / "model.safetensors")
+    experts = [f"model.layers.0.block_sparse_moe.experts.{number}" for number in range(4)]
+    scales = [[float(stored[f"{expert}.{part}.weight_global_scale"]) for part in ("w1", "w3")] for expert in experts]
+    assert all(gate == up for gate, up in scales)
+    assert len({gate for gate, _ in scales}) == 4
+
+
 def test_mixtures_that_are_not_known_are_refused_with_those_that_are() -> None:
     model = tiny_model("phimoe", num_local_experts=4, num_experts_per_tok=2)
     with pytest.raises(UnsupportedModelError, match=r"holds all experts in one tensor.*deepseek_v3.*qwen3_moe"):

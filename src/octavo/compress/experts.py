@@ -6,6 +6,7 @@ checkpoints know one linear layer a projection, so the modules are rebuilt that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -119,6 +120,17 @@ def routers(model: Any) -> Iterator[str]:
                 weight = sibling._parameters.get("weight")
                 if not isinstance(sibling, nn.Linear) and weight is not None and weight.dim() == 2:
                     yield f"{mixture}.{name}"
+
+
+def by_expert(group: dict[str, nn.Linear]) -> list[dict[str, nn.Linear]]:
+    """Layers by full name, those of each expert apart: all experts of a layer at once would take many times the memory,
+    and a scale that spans layers (NVFP4's) is to span those of one expert.
+    """
+    portions: dict[str, dict[str, nn.Linear]] = {}
+    for name, module in group.items():
+        found = re.match(r".*\.experts\.\d+\.", name)
+        portions.setdefault(found[0] if found else "", {})[name] = module
+    return list(portions.values())
 
 
 def _separated(fused: Any, names: Names) -> SeparateExperts:

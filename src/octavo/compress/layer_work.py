@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.compress.assignment import Plan
+from octavo.compress.experts import by_expert
 from octavo.compress.model_source import ModelSource
 from octavo.compress.modifiers.base import LayerResult, LinearLayer, PrunedLayer, Pruner
 from octavo.compress.phases import Phases
@@ -54,6 +55,10 @@ class LayerWork:
     def change(self, group: Group) -> None:
         """Prune and quantize a group by what was observed, which is then forgotten."""
         inputs = self._inputs.pop(next(iter(group)), None)
+        for portion in by_expert(group):
+            self._change(portion, inputs)
+
+    def _change(self, group: Group, inputs: InputStatistics | None) -> None:
         assignment = self.plan.layers[next(iter(group))]
         with self.phases("quantize"):
             layers = [self._layer(name, module) for name, module in group.items()]
