@@ -76,7 +76,7 @@ def prompt_logprobs(folder: Path, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("all_experts", [True, False], ids=["all-tokens", "own-tokens"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_compressed_mixture_is_served_with_its_dequantized_logits(
     family: str, all_experts: bool, tmp_path: Path
 ) -> None:
@@ -94,7 +94,8 @@ def test_a_compressed_mixture_is_served_with_its_dequantized_logits(
     packed = {name.removesuffix("_packed") for name in stored if name.endswith("weight_packed")}
     assert packed == {name for name in plain if name.endswith("_proj.weight") or "mqa" in name or ".experts." in name}
     ignored = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]["ignore"]
-    assert {name.removesuffix(".weight") for name in plain if name.endswith(".gate.weight")} <= set(ignored)
+    gates = (".gate.weight", ".shared_expert_gate.weight")
+    assert {name.removesuffix(".weight") for name in plain if name.endswith(gates)} <= set(ignored)
     report = json.loads((tmp_path / "small" / "compression_report.json").read_text())
     aligned = {layer["name"]: layer["aligned"] for layer in report["layers"]}
     assert all(is_aligned == (all_experts or ".experts." not in name) for name, is_aligned in aligned.items())

@@ -66,14 +66,15 @@ def make_plan(model: Any, blocks: Blocks, modifiers: Sequence[Modifier]) -> Plan
 
     UserError when two quantizers want the same layer, none of the modifiers wants any, or no group size fits.
     """
-    plan = Plan(transforms=[modifier for modifier in modifiers if isinstance(modifier, Transform)])
+    transforms = [modifier for modifier in modifiers if isinstance(modifier, Transform)]
+    plan = Plan(dense=list(routers(model)), transforms=transforms)
     modules = dict(model.named_modules())
     for modifier in modifiers:
         plan.notes += modifier.unused_patterns(modules)
     inside = {name for index in range(len(blocks.modules)) for name, _ in blocks.linears(index)}
     refitted: _Refitted = {}
     for name, module in modules.items():
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, nn.Linear) or name in plan.dense:
             continue
         assignment = _assign(name, module, modifiers, refitted)
         if assignment.modifiers and name not in inside:
@@ -83,7 +84,6 @@ def make_plan(model: Any, blocks: Blocks, modifiers: Sequence[Modifier]) -> Plan
             plan.layers[name] = assignment
         if assignment.quantizer is None:
             plan.dense.append(name)
-    plan.dense += routers(model)
     if not plan.layers and not plan.transforms:
         raise UserError("the recipe's targets match no linear layer of this model, so there is nothing to compress")
     _refuse_useless_groups(plan, modules)

@@ -111,14 +111,21 @@ def calibrate_all_experts(model: Any, wanted: bool) -> None:
 
 
 def routers(model: Any) -> Iterator[str]:
-    """Full names of what sends tokens to separate experts: always dense, and to other readers linear layers."""
+    """Full names of what sends tokens to separate experts, or weighs the shared one: always dense.
+
+    To readers of checkpoints they are linear layers, whatever they are here.
+    """
     modules = dict(model.named_modules())
     for path, module in modules.items():
         if isinstance(module, SeparateExperts):
             mixture = path.rpartition(".")[0]
             for name, sibling in modules[mixture].named_children():
                 weight = sibling._parameters.get("weight")
-                if not isinstance(sibling, nn.Linear) and weight is not None and weight.dim() == 2:
+                if (
+                    weight is not None
+                    and weight.dim() == 2
+                    and (weight.shape[0] == 1 or type(sibling) is not nn.Linear)
+                ):
                     yield f"{mixture}.{name}"
 
 
