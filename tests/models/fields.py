@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from families import OLD, OTHER, TURNED_ROUND
-from harness import Driver, assert_close, load, random_tokens, reference_logits, save_random
+from harness import TOLERANCE, Driver, assert_close, load, random_tokens, reference_logits, save_random
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM
 
@@ -18,13 +18,11 @@ import octavo.models
 from octavo.errors import CheckpointError, UnsupportedModelError
 from octavo.models.registry import native_config
 
-TOLERANCE = 1e-4
 
-
-def silent_fields(cases: dict[str, Any], folder: Path, tolerance: float = TOLERANCE) -> list[str]:
+def silent_fields(cases: dict[str, Any], folder: Path) -> list[str]:
     """Fields that are read in these models (name -> configuration) of a family, and matter in none of them.
 
-    Where another value is served, its logits have to be transformers', within `tolerance`.
+    Where another value is served, its logits have to be transformers'.
     """
     unsettled: set[str] = set()
     settled: set[str] = set()
@@ -35,7 +33,7 @@ def silent_fields(cases: dict[str, Any], folder: Path, tolerance: float = TOLERA
             for field in sorted(field_names() - settled - {"architectures"}):
                 if not is_read(form, field):
                     continue
-                matter = matters(folder / f"{name}-{age}-{field}", form, field, weights, tolerance)
+                matter = matters(folder / f"{name}-{age}-{field}", form, field, weights)
                 (settled if matter else unsettled).add(field)
     return sorted(unsettled - settled)
 
@@ -127,7 +125,7 @@ def reference_of(path: Path, tokens: list[int]) -> torch.Tensor | None:
         return None
 
 
-def matters(folder: Path, form: dict[str, Any], field: str, weights: Path, tolerance: float) -> bool:
+def matters(folder: Path, form: dict[str, Any], field: str, weights: Path) -> bool:
     """Whether another value is refused, or moves the logits; they then have to be transformers'."""
     tokens = random_tokens(80, 50, seed=3)
     after = write(folder, form | {field: other_value(form, field)}, weights)
@@ -138,9 +136,9 @@ def matters(folder: Path, form: dict[str, Any], field: str, weights: Path, toler
     reference = reference_of(after, tokens)
     if reference is None:
         return False
-    assert_close(now, reference, tolerance)
+    assert_close(now, reference)
     if field == "tie_word_embeddings":
         return True  # these files have both weights, and what is in them decides
     before, longest = logits_of(write(folder.with_suffix(".before"), form, weights), tokens)
-    moved = (now - before).abs().max() > 100 * tolerance * (before.max() - before.min())
+    moved = (now - before).abs().max() > 100 * TOLERANCE * (before.max() - before.min())
     return bool(moved) or longest != longest_now

@@ -16,6 +16,7 @@ from octavo.layers.step import StepInputs
 from octavo.models import CausalLM, load_model
 from octavo.ops import AttentionMetadata, KVCache
 
+TOLERANCE = 1e-4  # of the spread of the logits, in float32
 GARBAGE = 37.0  # what nobody may read: a masked slot, a block that slid out of a window
 
 
@@ -169,7 +170,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Caus
     return load_model(open_checkpoint(path), dtype=dtype, **options)
 
 
-def assert_close(got: Tensor, expected: Tensor, tolerance: float = 2e-4) -> None:
+def assert_close(got: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
     """Largest difference as a share of the spread of the expected logits, which must be a spread at all."""
     spread = (expected.max(dim=-1).values - expected.min(dim=-1).values).min().item()
     assert spread > 3.0, f"the logits of this test do not spread: {spread}"
@@ -177,7 +178,7 @@ def assert_close(got: Tensor, expected: Tensor, tolerance: float = 2e-4) -> None
     assert error <= tolerance * spread, f"logits differ by {error} at a spread of {spread}"
 
 
-def check_sequence(sequence: Sequence, reference: Any, tolerance: float = 2e-4, start: int = 0) -> None:
+def check_sequence(sequence: Sequence, reference: Any, tolerance: float = TOLERANCE, start: int = 0) -> None:
     got = torch.stack([sequence.logits[position] for position in range(start, len(sequence.tokens))])
     assert_close(got, reference_logits(reference, sequence.tokens)[start:], tolerance)
 
@@ -193,7 +194,7 @@ def greedy_tokens(model: CausalLM, prompt: list[int], count: int) -> list[int]:
     return sequence.tokens[len(prompt) :]
 
 
-def check_all_schedules(model: CausalLM, reference: Any, length: int = 70, tolerance: float = 2e-4) -> None:
+def check_all_schedules(model: CausalLM, reference: Any, length: int = 70, tolerance: float = TOLERANCE) -> None:
     """Whole prompt, chunks, token by token, a mixed batch, a prefix hit: all logits are the reference's."""
     vocab = model.vocab_size
     prompts = [random_tokens(vocab, length - 9 * index, seed=index) for index in range(4)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import CASES
-from fields import TOLERANCE, silent_fields
+from fields import silent_fields
 from harness import check_all_schedules, greedy_tokens, load, random_tokens, reference_logits, save_random
 
 from octavo.models.decoder import DecoderLM
@@ -18,7 +18,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     reference = save_random(CASES[name], tmp_path)
     model = load(tmp_path, model_impl="native")
     assert isinstance(model, DecoderLM)
-    check_all_schedules(model, reference, tolerance=TOLERANCE)
+    check_all_schedules(model, reference)
 
 
 @pytest.mark.parametrize("name", CASES)
