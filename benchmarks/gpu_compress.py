@@ -41,7 +41,8 @@ def make_checkpoint(config: dict[str, Any], folder: Path, device: torch.device) 
     generator = torch.Generator(device=device).manual_seed(0)
     model = empty_model(config, torch.bfloat16)
     shards: dict[str, dict[str, torch.Tensor]] = {}
-    index, total = {}, 0
+    index: dict[str, str] = {}
+    total = 0
 
     def drawn(name: str, shape: torch.Size) -> torch.Tensor:
         if len(shape) == 1:

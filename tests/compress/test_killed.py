@@ -122,7 +122,7 @@ def test_each_act_of_the_end_can_be_the_last(bfloat16_llama: Path, text: Path, t
     acts = int(re.findall(r"acts: (\d+)", said)[0])
     before, after = content(tmp_path / "earlier"), content(tmp_path / "new")
     seen = set()
-    for number in range(acts // 2, acts + 1, 2):
+    for number in range(acts - 2, acts // 3, -max(1, acts // 15)):
         subprocess.run(["rm", "-rf", out], check=True)
         subprocess.run(["cp", "-r", tmp_path / "earlier", out], check=True)
         code, said = octavo(*arguments, "--output-dir", out, kill_at=number, folder=out)

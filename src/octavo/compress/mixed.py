@@ -164,7 +164,8 @@ def for_perplexity(
     say(f"perplexity before: {math.exp(before):.3f} on {len(held_out)} held-out sequences")
     spec = replace(mixed.spec, dataset=[sample[0].tolist() for sample in kept], concatenate_data=False,
                    shuffle_calibration_samples=False, num_calibration_samples=len(kept))  # fmt: skip
-    wanted, trials = limit, []
+    wanted = limit
+    trials: list[dict[str, Any]] = []
     best: tuple[int, Path, CompressionResult, Widths] | None = None
     for number in range(_TRIALS):
         widths = allocate(mixed.units, least_budget(mixed.units, wanted))
