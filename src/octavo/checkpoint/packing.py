@@ -33,7 +33,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     if bits in (4, 8):
         return _pack_bytes(unsigned, bits, packed_columns(columns, bits))
     parts = [_pack_bits(part, bits, packed_columns(columns, bits)) for part in unsigned.split(ROWS_AT_ONCE)]
-    return torch.cat(parts) if parts else torch.empty(rows, packed_columns(columns, bits), dtype=torch.int32)
+    return torch.cat(parts) if parts else codes.new_empty(rows, packed_columns(columns, bits), dtype=torch.int32)
 
 
 def unpack_codes(packed: Tensor, bits: int, columns: int) -> Tensor:
@@ -81,18 +81,18 @@ def _pack_bytes(unsigned: Tensor, bits: int, words: int) -> Tensor:
 
 def _pack_bits(unsigned: Tensor, bits: int, words: int) -> Tensor:
     rows, columns = unsigned.shape
-    stream = torch.zeros(rows, words * 32, dtype=torch.int64)
-    positions = torch.arange(bits)
+    stream = torch.zeros(rows, words * 32, dtype=torch.int64, device=unsigned.device)
+    positions = torch.arange(bits, device=unsigned.device)
     stream[:, : columns * bits] = ((unsigned.unsqueeze(-1).to(torch.int64) >> positions) & 1).flatten(1)
-    values = (stream.view(rows, words, 32) << torch.arange(32)).sum(-1)
+    values = (stream.view(rows, words, 32) << torch.arange(32, device=unsigned.device)).sum(-1)
     return torch.where(values >= 1 << 31, values - (1 << 32), values).to(torch.int32)
 
 
 def _unpack_bits(packed: Tensor, bits: int, step: int | None) -> Tensor:
     """`step` is None for the old layout, in which a word holds 32 // bits whole codes and leaves the rest empty."""
     rows = packed.shape[0]
-    stream = (packed.unsqueeze(-1).to(torch.int64) >> torch.arange(32)) & 1
+    stream = (packed.unsqueeze(-1).to(torch.int64) >> torch.arange(32, device=packed.device)) & 1
     stream = stream.flatten(1) if step else stream[:, :, : 32 // bits * bits].flatten(1)
     usable = stream.shape[1] // bits * bits
-    codes = stream[:, :usable].view(rows, usable // bits, bits) << torch.arange(bits)
+    codes = stream[:, :usable].view(rows, usable // bits, bits) << torch.arange(bits, device=packed.device)
     return codes.sum(-1).to(torch.uint8)
