@@ -77,6 +77,14 @@ def test_a_rotated_model_is_served_with_its_old_logits(family: str, name: str, t
         assert config["tie_word_embeddings"] is not unties
 
 
+def test_a_rotated_mixture_is_served_with_its_old_logits(tmp_path: Path) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    model = tiny_model("qwen3_moe", **sizes)
+    before = model_logprobs(model)
+    oneshot(model, recipe=SpinQuantModifier(transform_type="random-hadamard"), output_dir=tmp_path)
+    torch.testing.assert_close(served_logprobs(tmp_path), before, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("kind", ["hadamard", "random-hadamard", "random-matrix"])
 def test_all_kinds_and_outputs_are_rotated_on_both_routes(kind: str, tmp_path: Path) -> None:
     model = tiny_model("llama", attention_bias=True)
