@@ -1,6 +1,6 @@
 """GPTQ of a large random model on a GPU: seconds by phase, peak memory, each layer's error.
 
-    python benchmarks/gpu_compress.py CONFIG_DIRECTORY [--samples 256] [--length 2048] [--layers 32] [--keep DIRECTORY]
+    python benchmarks/gpu_compress.py CONFIG_DIRECTORY [--samples 256] [--length 2048] [--layers 32] [--no-align]
     python benchmarks/gpu_compress.py --compare        # small shapes: what the GPU gives against what the CPU gives
 
 CONFIG_DIRECTORY holds a config.json of a Llama or Qwen3 shape. Its checkpoint is made up on the spot, in bfloat16, one
@@ -9,9 +9,11 @@ shard a block, and read back block by block as any other; calibration is on rand
 What an H200 should need for an 8B Llama, W4A16, 256 samples of 2,048 tokens (T = 524,288), at 790 TFLOP/s in bfloat16
 and 50 in float32, at full speed:
 
-    forward     2 passes (63 over 32 blocks) of 2 x 218e6 x T + attention = 0.25 PFLOP     20 s
+    forward     3 passes (95 over 32 blocks) of 2 x 218e6 x T + attention = 0.25 PFLOP     30 s
     statistics  2 K^2 T a group (K = 4,096 three times, 14,336), 0.58 of it = 0.16 PFLOP    7 s
+                the same for the drift, all of it = 0.27 PFLOP (none with --no-align)      11 s
     quantize    factors, column updates and errors: 8 TFLOP a block in float32              5 s
+                aims: 9 TFLOP a block in float32 (none with --no-align)                     6 s
                 208 spans of 128 columns a block, about 0.2 ms each                         1 s
                 scales: hundreds of passes over 218e6 weights                          10 - 30 s
     read        16 GB from the disk, in a thread beside the rest                       hidden
@@ -69,13 +71,13 @@ def random_samples(vocabulary: int, samples: int, length: int) -> list[list[int]
     return torch.randint(0, vocabulary, (samples, length), generator=generator).tolist()
 
 
-def compress(model: Path, output: Path, samples: int, length: int, device: str) -> dict[str, Any]:
+def compress(model: Path, output: Path, samples: int, length: int, device: str, align: bool = True) -> dict[str, Any]:
     """GPTQ W4A16; the report."""
     source = open_source(str(model), device=device)
     assert isinstance(source, CheckpointSource)
     data = random_samples(source.config_dict()["vocab_size"], samples, length)
     spec = CalibrationSpec(data, num_calibration_samples=samples, max_seq_length=length)
-    recipe = GPTQModifier(scheme="W4A16", ignore=["lm_head"])
+    recipe = GPTQModifier(scheme="W4A16", ignore=["lm_head"], align=align)
     return CompressionJob(source, [recipe], spec, None).run(output, False, print).report
 
 
@@ -92,7 +94,7 @@ def measure(arguments: argparse.Namespace) -> None:
             total = make_checkpoint(config, model, torch.device(arguments.device))
             print(f"{total / 1e9:.1f} GB made up in {time.perf_counter() - started:.1f} s", flush=True)
         started = time.perf_counter()
-        report = compress(model, output, arguments.samples, arguments.length, arguments.device)
+        report = compress(model, output, arguments.samples, arguments.length, arguments.device, arguments.align)
         wall = time.perf_counter() - started
     print(f"| {' | '.join(report['seconds'])} | with opening |")
     print(f"| {' | '.join(f'{value:.1f}' for value in report['seconds'].values())} | {wall:.1f} |")
@@ -147,6 +149,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--layers", type=int, help="blocks, instead of the config's")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--no-align", dest="align", action="store_false", help="GPTQ without its second stream")
     parser.add_argument("--keep", help="make model and result in this directory and leave them there")
     parser.add_argument("--compare", action="store_true", help="small shapes on CPU and GPU")
     arguments = parser.parse_args()

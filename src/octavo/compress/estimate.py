@@ -55,6 +55,9 @@ def estimate(source: ModelSource, blocks: Blocks, plan: Plan, batches: list[Tens
     width = source.compute_dtype.itemsize
     block = max(_elements(module) for module in blocks.modules)
     outside = _elements(source.model) - sum(_elements(module) for module in blocks.modules)
+    output_layer = source.model.get_output_embeddings()
+    if output_layer is not None and not plan.transforms and not _is_tied(source):
+        outside -= _elements(output_layer)  # not read before the end
     needs_outside = bool(batches) or bool(plan.transforms)
     hidden = source.model.config.get_text_config().hidden_size
     waiting = sum(batch.numel() for batch in batches) * hidden * (keep.dtype or source.compute_dtype).itemsize
@@ -122,6 +125,10 @@ def _elements(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def _is_tied(source: ModelSource) -> bool:
+    return source.model.get_output_embeddings().weight is source.model.get_input_embeddings().weight
+
+
 def _inner(source: ModelSource) -> int:
     return int(getattr(source.model.config.get_text_config(), "intermediate_size", None) or 0)
 
@@ -149,13 +156,14 @@ def _statistics(blocks: Blocks, plan: Plan, one_pass: bool) -> int:
 
 
 def _solving(blocks: Blocks, plan: Plan, one_by_one: bool) -> int:
-    """float32 copies of the layers in hand (target, work, levels, errors, one on the way) and the Hessian's factor."""
+    """Of the layers in hand, six float32 copies (aim, work, levels, errors, and on the way), beside the factor of their
+    Hessian, which takes two matrices while it is made."""
 
     def of_group(group: list[tuple[str, nn.Linear]]) -> int:
         counts = [module.weight.numel() for _, module in group]
         weights = min(sum(counts), max(SOLVED_AT_ONCE, *counts)) if one_by_one else sum(counts)
-        is_solved = "hessian" in plan.layers[group[0][0]].statistics
-        return (5 * weights + (2 * group[0][1].in_features ** 2 if is_solved else 0)) * 4
+        square = group[0][1].in_features ** 2 if "hessian" in plan.layers[group[0][0]].statistics else 0
+        return 4 * max(2 * square, square + 6 * weights)
 
     return _over_blocks(blocks, lambda index: max(map(of_group, _groups(blocks, plan, index)), default=0))
 

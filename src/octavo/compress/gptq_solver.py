@@ -172,7 +172,7 @@ def _columns(
     masks: Sequence[Tensor | None],
 ) -> Columns:
     """Weights on their sides and next to each other, their columns in `order`."""
-    work = torch.cat([weight.t()[order] for weight in weights], dim=1)
+    work = _side_by_side([weight.t()[order] for weight in weights])
     steps = torch.cat([grid.steps(scheme, len(w)).t() for w, grid in zip(weights, grids, strict=True)], dim=1)
     points = [grid.zero_point.t().float() for grid in grids if grid.zero_point is not None]
     zeros = torch.cat(points, dim=1) if points else None
@@ -184,6 +184,11 @@ def _columns(
         ]
         keep = torch.cat([~mask.t()[order] for mask in pruned], dim=1)
     return Columns(work, torch.empty_like(work), torch.empty_like(work), factor, groups, steps, zeros, keep)
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    """Parts [K, N] as one; a single one is not copied, for it may take hundreds of megabytes."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _round_all(
