@@ -82,9 +82,18 @@ def test_gptq(bits: int, version: int, activation_order: bool) -> None:
     reader = reader_of(config, tensors)
     assert [reader.dense_name(name) for name in tensors] == ["m.weight", None, None, None, "m.bias"]
     found = reader.read("m.weight")
-    assert isinstance(found, torch.Tensor) == activation_order
-    dense = found if isinstance(found, torch.Tensor) else found.dequantize()
-    torch.testing.assert_close(dense, weight, rtol=1e-6, atol=2e-5)
+    assert isinstance(found, QuantizedWeight)
+    assert (found.order is not None) == activation_order
+    torch.testing.assert_close(found.dequantize(), weight, rtol=1e-6, atol=2e-5)
+    torch.testing.assert_close(found.rows(torch.tensor([[3], [1]])), weight[[3, 1]][:, None], rtol=1e-6, atol=2e-5)
+
+
+def test_gptq_groups_of_different_sizes_come_dense() -> None:
+    order = np.array([0] * 33 + [1] * 31)
+    tensors, weight = gptq(4, 1, np.random.default_rng(0).permutation(order))
+    found = reader_of({"quant_method": "gptq", "bits": 4, "sym": False, "desc_act": True}, tensors).read("m.weight")
+    assert isinstance(found, torch.Tensor)
+    torch.testing.assert_close(found, weight, rtol=1e-6, atol=2e-5)
 
 
 def test_the_words_of_symmetric_gptq() -> None:

@@ -155,6 +155,36 @@ def test_quantized_weights_are_kept_quantized(tmp_path: Path) -> None:
         assert load(tmp_path, model_impl=route).weight_bytes() < 0.5 * plain
 
 
+def test_columns_in_activation_order_stay_quantized(tmp_path: Path) -> None:
+    """As GPTQ with desc_act stores them: projections of one input share an order, and are still one product."""
+    reference = save_random(LlamaConfig(**SIZES), tmp_path, std=0.15)
+    plain = load(tmp_path).weight_bytes()
+    writer = ShardWriter(tmp_path)
+    for name, parameter in reference.named_parameters():
+        if not name.endswith("_proj.weight"):
+            writer.add(name, parameter.data)
+            continue
+        module, columns = name.removesuffix(".weight"), parameter.shape[1]
+        groups = torch.randperm(columns, generator=torch.Generator().manual_seed(columns)) % (columns // 32)
+        order = torch.argsort(groups, stable=True)
+        codes, scale, _ = round_weight(parameter.data[:, order], W4A16)
+        rounded = (codes.float().unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(2)).flatten(1)
+        parameter.data, stored = torch.empty_like(rounded), torch.empty_like(codes)
+        parameter.data[:, order], stored[:, order] = rounded, codes
+        parts = compressed_parameters(module, stored, scale, W4A16, scale_dtype=torch.float32)
+        for key, value in (parts | {f"{module}.weight_g_idx": groups.to(torch.int32)}).items():
+            writer.add(key, value)
+    writer.close()
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = compressed_tensors_config([CompressedGroup(W4A16)], ["lm_head"])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load(tmp_path, model_impl="native")
+    assert all(len(layer.attention.qkv.packed) == 1 for layer in model.layers)
+    assert model.weight_bytes() < 0.6 * plain
+    assert_close_everywhere(model, reference, 1e-3)
+    assert load(tmp_path, torch.bfloat16)._fused is None
+
+
 @pytest.mark.parametrize(("quantization", "tolerance"), [("int8", 0.05), ("fp8", 0.4), ("w4a16", 0.6)])
 @pytest.mark.parametrize("route", ["native", "transformers"])
 def test_quantization_on_load(quantization: str, tolerance: float, route: str, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from random_weights import quantized
@@ -50,6 +52,22 @@ def test_dense(n: int, k: int) -> None:
     # A sum of bfloat16 products in float32 differs by its order only; torch's own sums may round to bfloat16.
     tolerance = 1e-5 if library.unavailable() is None else 6e-3
     check(weight, weight.float(), tolerance, generator)
+
+
+@pytest.mark.parametrize("kind", ["4s", "8m", "8a"])
+def test_columns_in_an_order_of_their_own(kind: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight = quantized(48, 128, kind, None if kind == "8a" else 32, generator)
+    mixed = replace(weight, order=torch.randperm(128, generator=generator))
+    packed = ops.pack_weight(mixed, torch.bfloat16)
+    assert packed.num_bytes == ops.pack_weight(weight, torch.bfloat16).num_bytes + 128 * 8
+    x = torch.randn(5, 128, generator=generator).bfloat16()
+    assert relative_error(ops.linear(x, packed, out_dtype=torch.float32), x.float() @ mixed.dequantize().T) < 1e-2
+    assert torch.equal(packed.rows(torch.tensor([7, 0]), torch.float32), mixed.rows(torch.tensor([7, 0])))
+    if packed.input_kind is not None:
+        codes, scale = reference.quantize_rows(x, packed.input_kind, None)
+        got = packed.linear_quantized(codes, scale, None, torch.float32)
+        torch.testing.assert_close(got, ops.linear(x, packed, out_dtype=torch.float32))
 
 
 def test_a_weight_may_begin_at_any_byte_of_a_file() -> None:

@@ -38,15 +38,28 @@ def from_packed_codes(
     zero: Tensor | None,
     order: Tensor | None,
 ) -> QuantizedWeight | Tensor:
-    """Packed rows int32 [N, W], named `name` in errors; `order` [K] is the group of each column, if uneven."""
+    """Packed rows int32 [N, W], named `name` in errors; `order` [K] is the group of each column, if they do
+    not follow each other."""
     bits, columns = scheme.num_bits, shape[1]
     if order is not None:
-        return gathered(unpacked(name, packed, bits, columns), scale, zero, order)
+        return _reordered(scheme, unpacked(name, packed, bits, columns), scale, zero, order)
     kept = memory_scheme(scheme)
     whole = packed.shape == (shape[0], packed_columns(columns, bits)) and columns * bits % 8 == 0
     if kept is not None and kept.num_bits == bits and whole:
         return in_memory(kept, shape, packed_to_memory(packed, bits, columns), scale, zero)
     return from_signed_codes(scheme, unpacked(name, packed, bits, columns), scale, zero)
+
+
+def _reordered(
+    scheme: WeightScheme, codes: Tensor, scale: Tensor, zero: Tensor | None, order: Tensor
+) -> QuantizedWeight | Tensor:
+    """Codes whose columns belong to the groups `order` [K]: groups are brought together where all have one size."""
+    sizes = torch.bincount(order, minlength=scale.shape[1])
+    if not bool((sizes == sizes[0]).all()):
+        return gathered(codes, scale, zero, order)
+    columns = torch.argsort(order, stable=True)
+    found = from_signed_codes(scheme, codes[:, columns].contiguous(), scale, zero)
+    return gathered(codes, scale, zero, order) if isinstance(found, Tensor) else replace(found, order=columns)
 
 
 def in_memory(

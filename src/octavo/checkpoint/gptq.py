@@ -67,7 +67,7 @@ class GPTQConfig:
 
 
 class GPTQReader(ModuleReader):
-    """Weights whose columns keep their order stay quantized; those in activation order (desc_act) come dense."""
+    """Weights stay quantized, those in activation order (desc_act) with their columns sorted by group."""
 
     def __init__(self, fields: Fields, source: StoredTensors) -> None:
         super().__init__(source)
@@ -108,9 +108,10 @@ class GPTQReader(ModuleReader):
         order = self._order(module, columns, groups)
         scheme = _scheme(given.num_bits, zero is None, columns, groups)
         transposed = packed.T.contiguous()
-        if order is not None:
-            self.note_dense(f"GPTQ {given.num_bits}-bit (columns in activation order)")
-        return from_packed_codes(f"{module}.qweight", transposed, scheme, (rows, columns), scale.T, zero, order)
+        found = from_packed_codes(f"{module}.qweight", transposed, scheme, (rows, columns), scale.T, zero, order)
+        if isinstance(found, Tensor):
+            self.note_dense(f"GPTQ {given.num_bits}-bit (uneven groups or an odd row)")
+        return found
 
     def _zero_point(self, module: str, given: GPTQArguments, rows: int, groups: int) -> Tensor | None:
         """[N, G], signed like the codes. Version 1 stores each less one, modulo the range."""

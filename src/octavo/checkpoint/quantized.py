@@ -63,6 +63,9 @@ class QuantizedWeight:
     offset: Tensor | None = None
     input_scale: float | None = None
     """The one scale of the layer's input where the checkpoint fixes it (static activations); None: a scale a token."""
+    order: Tensor | None = None
+    """int64 [K] where columns are kept in another order than the inputs: column k of the codes, in group k //
+    group_size, is that of input order[k]."""
 
     def __post_init__(self) -> None:
         rows, columns = self.shape
@@ -82,6 +85,8 @@ class QuantizedWeight:
             self._check("offset", self.offset, groups, (self.scale.dtype,))
         elif bits == 4 or not self.scheme.symmetric:
             raise CheckpointError(f"an offset is needed for {self.scheme}")
+        if self.order is not None:
+            self._check("order", self.order, (columns,), (torch.int64,))
 
     def _check(self, what: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
         if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
@@ -92,9 +97,9 @@ class QuantizedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes, scales and offsets together."""
-        parts = [self.codes, self.scale] + ([] if self.offset is None else [self.offset])
-        return sum(part.numel() * part.element_size() for part in parts)
+        """Bytes of codes, scales, offsets and order together."""
+        parts = (self.codes, self.scale, self.offset, self.order)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
     @property
     def group_size(self) -> int:
@@ -107,7 +112,7 @@ class QuantizedWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [N, K]; computed in float32, then rounded once to `dtype`."""
-        return _dequantize(self.unpacked_codes(), self.scale, self.offset, dtype)
+        return self._in_place(_dequantize(self.unpacked_codes(), self.scale, self.offset, dtype))
 
     def rows(self, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Dequantized rows: index of any shape [...] -> [..., K] (the embedding lookup)."""
@@ -116,23 +121,28 @@ class QuantizedWeight:
         if self.scheme.num_bits == 4:
             codes = unpack_nibbles(codes)
         offset = None if self.offset is None else self.offset[flat]
-        return _dequantize(codes, self.scale[flat], offset, dtype).reshape(*index.shape, self.shape[1])
+        rows = self._in_place(_dequantize(codes, self.scale[flat], offset, dtype))
+        return rows.reshape(*index.shape, self.shape[1])
+
+    def _in_place(self, weight: Tensor) -> Tensor:
+        """Columns [R, K] of codes as columns of inputs."""
+        return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
 
     def select_rows(self, index: Tensor) -> QuantizedWeight:
         """The same weight with rows taken in the order of `index` [M]."""
         offset = None if self.offset is None else self.offset[index]
         shape = (index.numel(), self.shape[1])
-        return QuantizedWeight(self.scheme, shape, self.codes[index], self.scale[index], offset, self.input_scale)
+        return replace(self, shape=shape, codes=self.codes[index], scale=self.scale[index], offset=offset)
 
     @staticmethod
     def concat(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Stack weights along N, for fused projections. The scheme, K and the dtype of the scales must be the same.
+        """Stack weights along N, for fused projections. Scheme, K, order and the dtype of the scales must be the same.
 
         Static scales of the input they share become the largest of them, as vLLM has it.
         """
         first = parts[0]
         for part in parts[1:]:
-            same = part.scheme == first.scheme and part.shape[1] == first.shape[1]
+            same = part.scheme == first.scheme and part.shape[1] == first.shape[1] and same_order(part, first)
             if not same or part.scale.dtype != first.scale.dtype or (part.offset is None) != (first.offset is None):
                 raise CheckpointError(
                     f"fused projections must be quantized alike: {first.scheme} {first.shape} {first.scale.dtype} "
@@ -149,7 +159,15 @@ class QuantizedWeight:
             torch.cat([part.scale for part in parts]),
             torch.cat(offsets) if offsets else None,
             max(inputs, default=None),
+            first.order,
         )
+
+
+def same_order(one: QuantizedWeight, other: QuantizedWeight) -> bool:
+    """Whether two weights have their columns in the same order."""
+    if one.order is None or other.order is None:
+        return one.order is other.order
+    return torch.equal(one.order, other.order)
 
 
 def _dequantize(codes: Tensor, scale: Tensor, offset: Tensor | None, dtype: torch.dtype) -> Tensor:

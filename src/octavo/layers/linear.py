@@ -138,4 +138,5 @@ def merge_parts(parts: Sequence[Weight]) -> list[Weight]:
 def _layout(weight: QuantizedWeight) -> tuple[object, ...]:
     """What must agree for parts to share one packed weight."""
     scales = (weight.scale.shape[1], weight.scale.dtype, weight.offset is None, weight.input_scale is None)
-    return (weight.scheme, weight.shape[1], *scales)
+    order = None if weight.order is None else tuple(weight.order.tolist())
+    return (weight.scheme, weight.shape[1], order, *scales)

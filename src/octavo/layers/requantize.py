@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +22,13 @@ class RequantizingSource(WeightSource):
     """Linear weights that would take more bits in memory than in the checkpoint are rounded to 4 bits.
 
     Those are the types without a kernel, which are dequantized otherwise (GGUF's Q6_K, Q3_K and i-quants, FP8 by block,
-    NVFP4, MXFP4, columns in activation order), and 5 to 7 bits, which are kept as 8. What has a kernel stays exactly as
+    NVFP4, MXFP4), and 5 to 7 bits, which are kept as 8. What has a kernel stays exactly as
     it is stored, and so do embeddings, output layers and plain weights. The rounding is that of `quantize_weight`,
     whose groups of 128, 64 or 32 must divide a row; a weight with other rows is dequantized, with a warning.
     """
 
-    def weight(self, module: str, shape: tuple[int, int], **options: Any) -> Weight:
-        value = super().weight(module, shape, **options)
+    def weight(self, module: str, shape: tuple[int, int], rotates: bool = False) -> Weight:
+        value = super().weight(module, shape, rotates)
         bits = self.checkpoint.stored_bits(module)
         if bits is None or _bits_in_memory(value) <= max(bits, _BITS):
             return value

@@ -96,7 +96,9 @@ class WeightSource:
         if value.codes.device == self.device:
             return value
         offset = None if value.offset is None else value.offset.to(self.device)
-        return replace(value, codes=value.codes.to(self.device), scale=value.scale.to(self.device), offset=offset)
+        order = None if value.order is None else value.order.to(self.device)
+        codes, scale = value.codes.to(self.device), value.scale.to(self.device)
+        return replace(value, codes=codes, scale=scale, offset=offset, order=order)
 
     def bias(self, module: str, size: int) -> Tensor:
         """The bias [size] of a linear module."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from octavo.ops.cpu import weights as cpu_weights
 from octavo.ops.dispatch import Candidate, Operation
 from octavo.ops.kv_cache import AttentionMetadata, KVCache
 from octavo.ops.packed_weight import Layout, PackedWeight, QuantizedWeightLike, TorchDense, TorchQuantized
+from octavo.ops.permuted import PermutedWeight
 from octavo.ops.triton import runtime as triton_runtime
 from octavo.ops.triton import weights as triton_weights
 from octavo.ops.triton import weights_8bit as triton_weights_8bit
@@ -251,6 +254,9 @@ def pack_weight(
     Raises UserError for a quantization that no kernel serves, or a weight that no deterministic one does.
     """
     device = torch.device(device)
+    if not isinstance(weight, Tensor) and weight.order is not None:
+        in_order = replace(weight, order=None)  # type: ignore[type-var]
+        return PermutedWeight(pack_weight(in_order, dtype, device, deterministic), weight.order, device)
     if deterministic:
         return _pack_deterministic(weight, dtype, device)
     for layout in LAYOUTS:

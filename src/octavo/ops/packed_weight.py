@@ -48,6 +48,7 @@ class QuantizedWeightLike(Protocol):
     codes: 4-bit uint8 [N, K / 2] with the even k in the low half, values 0..15; 8-bit int8 [N, K], signed, or for the
     type "float" float8_e4m3fn [N, K].
     scale, offset: [N, G], g = k // (K / G); offset may be None for 8-bit codes.
+    order: int64 [K], the input that each column is for, or None where they are in order.
     """
 
     @property
@@ -60,6 +61,8 @@ class QuantizedWeightLike(Protocol):
     def offset(self) -> Tensor | None: ...
     @property
     def scheme(self) -> WeightSchemeLike: ...
+    @property
+    def order(self) -> Tensor | None: ...
     @property
     def input_scale(self) -> float | None: ...
 

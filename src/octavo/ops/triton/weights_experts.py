@@ -21,6 +21,8 @@ def rejects(given: Sequence[Expert]) -> str | None:
     if any(len(gate_up) != 1 for gate_up, _ in given):
         return "gate and up of an expert have different formats"
     for weights in ([gate_up[0] for gate_up, _ in given], [down for _, down in given]):
+        if any(not isinstance(weight, Tensor) and weight.order is not None for weight in weights):
+            return "columns are in an order of their own"
         if len({_format(weight) for weight in weights}) != 1:
             return "the experts have different formats"
         first = weights[0]
