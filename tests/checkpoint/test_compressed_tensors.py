@@ -300,8 +300,9 @@ def test_writing_refuses_what_readers_would() -> None:
         compressed_parameters("m", codes, scale, WeightScheme(4, symmetric=False, group_size=32))
     with pytest.raises(CheckpointError, match=r"scale has shape \[4, 1\]; it must be \[4, 2\]"):
         compressed_parameters("m", codes, scale, WeightScheme(4, group_size=16))
-    with pytest.raises(CheckpointError, match="float"):
-        compressed_parameters("m", codes, scale, WeightScheme(8, type="float", strategy="channel"))
+    both = WeightScheme(8, symmetric=False, strategy="channel", activations=ActivationScheme())
+    with pytest.raises(CheckpointError, match="beside int8 activations must be symmetric"):
+        compressed_parameters("m", codes, scale, both, torch.zeros(4, 1))
 
 
 # ------------------------------------------------------------------ the reader of quantization_config
