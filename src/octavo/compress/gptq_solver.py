@@ -61,6 +61,7 @@ def solve(
     scale_dtype: torch.dtype,
     masks: Sequence[Tensor | None] | None = None,
     drift: Tensor | None = None,
+    overall: float | None = None,
 ) -> list[Solution]:
     """Quantize float32 weights [N, K] of layers that read the same inputs, whose X'X is the float32 Hessian [K, K] (any
     positive factor).
@@ -69,7 +70,8 @@ def solve(
     neighbouring columns in whatever order the columns are taken and nothing about the order needs to be stored.
     Inputs that were zero in every token are dead: their weights become zero, as those do where `masks` (bool [N, K])
     are true. With `drift` [K, K], (X* - X)'X, outputs come close to those of the weights on the inputs X* (GPTAQ); the
-    errors are those from the weights that would be best without rounding.
+    errors are those from the weights that would be best without rounding. `overall` is NVFP4's scale of all layers that
+    are fused, by default of these.
     """
     diagonal = hessian.diagonal()
     dead = diagonal == 0
@@ -79,7 +81,7 @@ def solve(
         factor, damping = inverse_factor(hessian, order, settings.dampening_frac)
     aims = weights if drift is None or factor is None else [w + _shift(w, drift, order, factor) for w in weights]
     targets = [aim.masked_fill(dead if m is None else m | dead, 0.0) for aim, m in zip(aims, masks, strict=True)]
-    overall = global_scale(targets, scheme)
+    overall = overall or global_scale(targets, scheme)
     grids = [choose_grid(target, diagonal, scheme, settings.observer, scale_dtype, overall) for target in targets]
     if factor is None or damping is None:
         codes = [quantize(target, grid, scheme) for target, grid in zip(targets, grids, strict=True)]

@@ -8,6 +8,7 @@ from typing import Any
 from octavo.compress.gptq_solver import GPTQSettings, Solution, solve
 from octavo.compress.modifiers.base import LayerResult, LinearLayer
 from octavo.compress.modifiers.quantization import QuantizationModifier
+from octavo.compress.rounding import global_scale
 from octavo.compress.statistics import InputStatistics
 from octavo.errors import UserError
 
@@ -62,8 +63,16 @@ class GPTQModifier(QuantizationModifier):
             assert scheme is not None
             settings = GPTQSettings(self.block_size, self.dampening_frac, _ACT_ORDERS[self.actorder], observer)
             masks = [layer.mask for layer in batch]
+            overall = global_scale([layer.weight for layer in layers if layer.scheme == scheme], scheme)
             solutions = solve(
-                [layer.weight for layer in batch], hessian, scheme, settings, batch[0].scale_dtype, masks, drift
+                [layer.weight for layer in batch],
+                hessian,
+                scheme,
+                settings,
+                batch[0].scale_dtype,
+                masks,
+                drift,
+                overall,
             )
             for layer, solution in zip(batch, solutions, strict=True):
                 solved[layer.name] = self._result(layer, solution, observer, inputs)
