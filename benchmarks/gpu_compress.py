@@ -15,7 +15,7 @@ and 50 in float32, at full speed:
     quantize    factors, column updates and errors: 8 TFLOP a block in float32              5 s
                 aims: 9 TFLOP a block in float32 (none with --no-align)                     6 s
                 208 spans of 128 columns a block, about 0.2 ms each                         1 s
-                scales: hundreds of passes over 218e6 weights                          10 - 30 s
+                scales: 12 trials a group, about 70 passes over 218e6 weights               2 s
     read        16 GB from the disk, in a thread beside the rest                       hidden
     write       3.6 GB of blocks, then 5.7 GB of shards                                10 - 15 s
 """

@@ -14,6 +14,7 @@ from octavo.compress.oneshot import oneshot
 from octavo.compress.work_folder import FOLDER, WorkFolder
 from octavo.errors import UserError
 from octavo.modifiers import GPTQModifier
+from octavo.progress import Progress
 
 
 def compress(output_dir: Path, resume: bool = False, scheme: str = "W4A16", **arguments: Any) -> Any:
@@ -105,3 +106,19 @@ def test_resuming_a_finished_run_does_nothing(tmp_path: Path, monkeypatch: pytes
 def test_resume_needs_a_folder() -> None:
     with pytest.raises(UserError, match="output_dir"):
         oneshot(tiny_model("llama"), dataset=[[1, 2]], recipe=GPTQModifier(scheme="W8A16"), resume=True)
+
+
+def test_progress_goes_on_from_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        crash_after(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            compress(tmp_path)
+    shown: list[tuple[float, str | None]] = []
+    monkeypatch.setattr(Progress, "update", lambda self, done, total=None, note=None: shown.append((done, note)))
+    compress(tmp_path, resume=True)
+    assert shown[0] == (2, "starting")
+    assert [done for done, _ in shown] == sorted(done for done, _ in shown)
+    assert (2, "going through finished blocks") in shown
+    assert shown[-1][0] == 3
+    worst = json.loads((tmp_path / "compression_report.json").read_text())["worst_layers"]
+    assert len(set(worst)) == 5

@@ -116,8 +116,9 @@ class CompressionJob:
     def _compress(self, pipeline: BlockPipeline, folder: WorkFolder | None, batches: list[Tensor]) -> list[LayerResult]:
         largest = max((batch.numel() for batch in batches), default=0) * self._inner() * 4
         with Progress(len(self.blocks.modules), "compressing", unit="blocks") as progress, reused_buffers(largest):
-            progress.update(0 if folder is None else folder.count(), note="starting")
-            return pipeline.run(folder, lambda done, note: progress.update(done, note=note))
+            before = 0 if folder is None else folder.count()  # by an interrupted run
+            progress.update(before, note="starting")
+            return pipeline.run(folder, lambda done, note: progress.update(max(done, before), note=note))
 
     def _write(
         self, folder: WorkFolder, output_dir: Path, results: list[LayerResult], report: dict[str, Any], started: float
@@ -229,6 +230,7 @@ class CompressionJob:
             "recipe": dump_recipe(self.modifiers),
             "calibration": calibration,
             "layers": [layer_entry(result) for result in results],
+            "worst_layers": [result.name for result in sorted(results, key=lambda result: -result.error)[:5]],
             "mean_error": sum(result.error for result in results) / max(len(results), 1),
             "notes": notes + [note for result in results for note in result.notes],
             "seconds": {"total": sum(seconds.values())} | seconds,
