@@ -154,6 +154,7 @@ class CompressionJob:
             for leaf, value in module.named_parameters(recurse=False):
                 if (full := f"{name}.{leaf}") in checkpoint:
                     value.copy_(checkpoint.tensor(full))
+        self.source.release(self.source.model, "")
         attach_copy(self.source, output_dir)
 
     def _calibration(self, lacks_tokenizer: str | None) -> CalibrationData | None:
@@ -209,6 +210,7 @@ class CompressionJob:
             "experts": "all tokens" if self.spec.moe_calibrate_all_experts else "their tokens",
             "seed": str(self.spec.seed),
             "precision": str(dtype),
+            "device": self.source.device.type,
         }
 
     def _report(
