@@ -46,6 +46,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from octavo.models.registry import NATIVE
 from octavo.models.table import GENERIC
+from octavo.models.transformers_experts import SERVED, RoutedExperts
 from octavo.models.transformers_route import TransformersLM
 
 SMALL: dict[str, Any] = {
@@ -175,3 +176,14 @@ def test_the_page_of_models_lists_what_is_tested_here() -> None:
 def test_falcons_own_linear_layers_are_quantized_as_well(tmp_path: Path) -> None:
     save_random(CASES["falcon-grouped"], tmp_path)
     assert load(tmp_path, quantization="int8").weight_bytes() < 0.6 * load(tmp_path).weight_bytes()
+
+
+@pytest.mark.parametrize("architecture", SERVED)
+def test_experts_are_quantized_as_well(architecture: str, tmp_path: Path) -> None:
+    name = next(name for name, config in CASES.items() if config.model_type == architecture)
+    reference = save_random(CASES[name], tmp_path)
+    model, plain = (load(tmp_path, model_impl="transformers", quantization=kind) for kind in ("int8", None))
+    mixtures = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    assert mixtures
+    assert model.weight_bytes() < 0.6 * plain.weight_bytes()
+    check_all_schedules(plain, reference, length=45)

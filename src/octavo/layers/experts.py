@@ -120,9 +120,9 @@ class Experts(Block):
         # Quantized experts are modules of their own; made-up checkpoints have transformers' names besides.
         quantized = source.checkpoint.stored_bits(f"{names.module}.experts.0.{names.gate}") is not None
         if not quantized and f"{names.module}.experts.gate_up_proj" in source.checkpoint:
-            experts = _stacked(source, f"{names.module}.experts", count, hidden, inner)
+            experts = stacked_experts(source, f"{names.module}.experts", count, hidden, inner)
         else:
-            experts = _separate(source, names, count, hidden, inner)
+            experts = separate_experts(source, names, count, hidden, inner)
         self.packed = ops.pack_experts(
             experts, gated_activation(activation), source.dtype, source.device, source.deterministic
         )
@@ -132,7 +132,9 @@ class Experts(Block):
         return ops.experts(x, *self.router(x), self.packed)
 
 
-def _separate(source: WeightSource, names: ExpertNames, count: int, hidden: int, inner: int) -> Iterator[ops.Expert]:
+def separate_experts(
+    source: WeightSource, names: ExpertNames, count: int, hidden: int, inner: int
+) -> Iterator[ops.Expert]:
     """Experts that are modules of their own, one after the other."""
     for index in range(count):
         module = f"{names.module}.experts.{index}"
@@ -140,7 +142,7 @@ def _separate(source: WeightSource, names: ExpertNames, count: int, hidden: int,
         yield merge_parts(parts), source.weight(f"{module}.{names.down}", (hidden, inner))
 
 
-def _stacked(source: WeightSource, module: str, count: int, hidden: int, inner: int) -> Iterator[ops.Expert]:
+def stacked_experts(source: WeightSource, module: str, count: int, hidden: int, inner: int) -> Iterator[ops.Expert]:
     """Experts in two tensors [E, 2 I, H] and [E, H, I], as transformers 5 keeps them in memory."""
     gate_up = source.tensor(f"{module}.gate_up_proj", (count, 2 * inner, hidden))
     down = source.tensor(f"{module}.down_proj", (count, hidden, inner))

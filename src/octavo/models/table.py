@@ -55,8 +55,7 @@ GENERIC: dict[str, tuple[str, str]] = {
 }
 # What the generic route cannot keep quantized; all linear layers elsewhere.
 _QUANTIZABLE = {"GPT2LMHeadModel": "no"} | dict.fromkeys(
-    ["Glm4MoeForCausalLM", "GptOssForCausalLM", "GraniteMoeForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM"],
-    "all but experts",
+    ["GptOssForCausalLM", "GraniteMoeForCausalLM"], "all but experts"
 )
 # Architectures that are refused by name, and why; tests hold the reasons.
 REFUSED: dict[str, str] = {

@@ -16,6 +16,7 @@ from octavo.errors import CheckpointError
 from octavo.layers.embedding import Embedding, OutputLayer
 from octavo.layers.linear import Linear, LinearRotations
 from octavo.layers.weights import WeightSource
+from octavo.models.transformers_experts import load_experts
 
 LINEAR_CLASSES = ("Linear", "FalconLinear")  # Falcon's adds its bias to the rounded product; here it is rounded once
 
@@ -106,11 +107,16 @@ def load_weights(model: Any, plan: WeightPlan) -> None:
     """Fills `model` (parameters on the meta device) and puts this package's layers where they serve.
 
     Plain `nn.Linear` becomes `Linear`, which keeps quantized weights quantized; tied plain embeddings share the packed
-    weight of the output layer. Whatever else has parameters keeps its class and gets dense tensors.
+    weight of the output layer; experts become `RoutedExperts`. Whatever else has parameters keeps its class and gets
+    dense tensors.
     """
     tied = _tie_output(model, plan)
+    config = model.config.get_text_config()
     for path, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and type(module).__name__ in LINEAR_CLASSES and module not in tied:
+        experts = load_experts(path, module, config, plan.source)
+        if experts is not None:
+            _replace(model, path, experts)
+        elif isinstance(module, nn.Linear) and type(module).__name__ in LINEAR_CLASSES and module not in tied:
             _replace(model, path, _load_linear(path, module, plan, model.get_output_embeddings() is module))
     for path, module in list(model.named_modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
