@@ -129,26 +129,22 @@ def best_sizes(
 
 
 def layer_times(rows: int, layers: list[list[TritonCodes]], shapes: Any, chosen: dict[Any, Sizes]) -> dict[str, float]:
-    """Microseconds of the four products of a layer: Triton's, the best sizes of this run, those of the table, and with
-    the weights of the small products, or all, brought to the L2 cache ahead."""
+    """Microseconds of the four products of a layer: Triton's, with the best sizes of this run, with those by rule."""
     inputs = [torch.randn(rows, k, device="cuda").bfloat16() for _, k, _ in shapes]
 
-    def run(kernel: str, lines: int | None = 0) -> float:
+    def run(kernel: str) -> float:
         def layer(weights: list[TritonCodes]) -> None:
             for weight, x, (n, k, gate) in zip(weights, inputs, shapes, strict=True):
                 if kernel == "triton":
                     TritonWeight.few(weight, x, gate=gate)
                 else:
-                    sizes = chosen[rows, n, k] if kernel == "best" else None
-                    linear_w4.few_rows(x, weight, None, torch.bfloat16, None, 0.0, gate, None, True, sizes, lines)
+                    sizes = chosen[rows, n, k] if kernel == "best" else linear_w4.sizes_for(rows, weight.shape[0], k)
+                    _product(x, gate, sizes, weight)
 
         return seconds_each([functools.partial(layer, weights) for weights in layers]) * 1e6
 
     limit = sum(weight.num_bytes for weight in layers[0]) / BANDWIDTH * 1e6
-    return {
-        "rows": rows, "limit": limit, "triton": run("triton"), "best": run("best"), "best, prefetched": run("best", 64),
-        "table": run("table"), "table, small prefetched": run("table", None), "table, prefetched": run("table", 64),
-    }  # fmt: skip
+    return {"rows": rows, "limit": limit} | {kernel: run(kernel) for kernel in ("triton", "best", "by rule")}
 
 
 def main() -> None:

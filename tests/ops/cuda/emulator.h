@@ -118,7 +118,6 @@ inline void __syncthreads() { emulator::barrier((int)emulator::released.size() -
 inline void wait_for_kernel_ahead() {}
 inline void let_next_kernel_start() {}
 inline Words load_words(const Words* p) { return *p; }
-inline void prefetch(const void*) {}
 inline void copy_async(void* to, const void* from) { std::memcpy(to, from, 16); }
 inline void copies_commit() {}
 inline void copies_wait() {}

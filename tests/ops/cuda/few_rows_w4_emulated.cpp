@@ -6,6 +6,6 @@ extern "C" void run(int tiles, int parts, int bytes, const u16* x, const Words* 
                     int groups, int group_shift, int units_a_part, int activation, float eps) {
     emulator::launch({tiles, parts, 1}, THREADS, bytes, [=] {
         few_rows_w4(x, w, scale, norm, bias, residual, out, partial, counters, rows, n, k, groups, group_shift, units_a_part,
-                    activation, eps, 1, 2);
+                    activation, eps, 1);
     });
 }

@@ -35,8 +35,6 @@ __device__ __forceinline__ Words load_words(const Words* p) {
     return r;
 }
 
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 __device__ __forceinline__ void copy_async(void* shared, const void* global) {
     u32 s = (u32)__cvta_generic_to_shared(shared);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(s), "l"(global) : "memory");
@@ -300,11 +298,11 @@ __device__ __forceinline__ bool is_last_part(float* shared, float* partial, int*
 
 // x [rows, k] bf16, w [N or 2 N, k / 128, 4] words, scale [.., groups] float, norm [k], out [rows, n]. Grid (tiles of W, parts of
 // K). group_shift: 2 ** group_shift units share a scale, where GJ is 8. activation: 0 SiLU, 1 GELU by tanh. early:
-// whether the kernel ahead may still run; then as many lines of each row are brought to the L2 cache before the wait.
+// whether the kernel ahead may still run.
 extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 128 / THREADS)
 few_rows_w4(const u16* x, const Words* w, const float* scale, const u16* norm, const u16* bias, const u16* residual,
             void* out, float* partial, int* counters, int rows, int n, int k, int groups, int group_shift, int units_a_part,
-            int activation, float eps, int early, int lines) {
+            int activation, float eps, int early) {
     DYNAMIC_SHARED(memory);
     __shared__ int flag;
     u16* inputs = (u16*)memory;
@@ -330,10 +328,6 @@ few_rows_w4(const u16* x, const Words* w, const float* scale, const u16* norm, c
         if (unit < last) load_unit(ahead[i], w, scale, at, unit, group_shift);
     }
     if (early) {
-        for (int i = thread; i < lines * ROWS; i += THREADS) {  // as much as there is time for: 128 bytes are two units
-            const int unit = first + i / ROWS * 2;
-            if (unit < last) prefetch(w + ((u64)weight_row(i % ROWS, tile, n) * units + unit) * 4);
-        }
         wait_for_kernel_ahead();
         let_next_kernel_start();
     }

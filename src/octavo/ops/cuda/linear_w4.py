@@ -15,7 +15,6 @@ MOST_ROWS = 16  # from there on Triton's kernel is as fast: the larger products 
 NORMED_ROWS = 8  # with a norm, more rows cost more instructions than a launch of its own costs time
 _UNIT = 128  # columns
 _MULTIPROCESSORS = 132
-_PREFETCHED_BYTES = 16 << 20  # of a weight that is brought to the L2 cache while the kernel ahead still runs
 _ACTIVATIONS = {None: 0, "silu": 0, "gelu_tanh": 1}
 _STEPS_A_GROUP = {32: 2, 64: 4}  # of 16 columns; larger groups count as one unit
 _UNIT_GROUPS = {_UNIT << shift: shift for shift in range(12)}
@@ -107,7 +106,6 @@ def few_rows(
     residual: Tensor | None,
     early: bool,
     sizes: Sizes | None = None,
-    lines: int | None = None,
 ) -> Tensor:
     """residual + gate(rms_norm(x) W^T + bias) as `octavo.ops.triton.linear.few_rows`; x [M, K] bf16, few rows."""
     rows, k = x.shape
@@ -127,10 +125,8 @@ def few_rows(
         sizes, steps_a_group(k, weight.groups), norm is not None, gate is not None, out_dtype == torch.float32
     )
     tensors = (x, weight.data, weight.scale, norm, bias, residual, out, partial, counters)
-    if lines is None:
-        lines = units // sizes.parts // 2 if weight.data.nbytes <= _PREFETCHED_BYTES else 0
     shift, part = group_shift(k, weight.groups), -(-units // sizes.parts)
-    numbers = (rows, n, k, weight.groups, shift, part, _ACTIVATIONS[gate], float(eps), int(early), lines)
+    numbers = (rows, n, k, weight.groups, shift, part, _ACTIVATIONS[gate], float(eps), int(early))
     kernel.launch((tiles, sizes.parts, 1), (*tensors, *numbers), x.device, early)
     return out
 
