@@ -160,3 +160,12 @@ def test_made_up_experts_are_quantized_as_the_configuration_says(model: str, tmp
     assert made_up.weight_bytes() == load(real).weight_bytes()
     assert dummy(MODELS[model], tmp_path / "dense", None).weight_bytes() == load(tmp_path / "plain").weight_bytes()
     assert run(made_up, random_tokens(SIZES["vocab_size"], 20, seed=1)).isfinite().all()
+
+
+def test_experts_without_a_kernel_are_requantized(tmp_path: Path) -> None:
+    path, _ = write(MODELS["qwen3-moe"], tmp_path, SCHEMES["FP8_BLOCK"], "fp8")
+    tokens = random_tokens(SIZES["vocab_size"], 30, seed=3)
+    requantized = load(path, model_impl="native", requantize="W4A16")
+    rounded = load(tmp_path / "plain", model_impl="native", quantization="w4a16")
+    assert requantized.weight_bytes() == rounded.weight_bytes()
+    assert torch.equal(run(requantized, tokens), run(rounded, tokens))
