@@ -13,7 +13,7 @@ from tiny_models import tiny_model, token_samples
 
 from octavo.checkpoint.scheme import WeightScheme
 from octavo.compress.blocks import find_blocks
-from octavo.compress.exact_stream import ExactStream
+from octavo.compress.exact_stream import ExactStream, run_watched
 from octavo.compress.gptq_solver import GPTQSettings, solve
 from octavo.compress.oneshot import oneshot
 from octavo.compress.rounding import dequantize
@@ -21,6 +21,7 @@ from octavo.compress.statistics import InputStatistics
 from octavo.compress.walker import BlockWalker
 from octavo.modifiers import GPTQModifier
 
+QUERIES = "model.layers.{}.self_attn.q_proj"
 FOUR = WeightScheme(4, group_size=32)
 
 
@@ -69,13 +70,13 @@ def test_the_exact_stream_is_that_of_the_model_as_it_came() -> None:
     exact = ExactStream(walker)
     layer = blocks.modules[0].self_attn.q_proj
     for batch, part in enumerate((slice(0, 4), slice(4, 6))):
-        inputs = exact.advance(0, batch, [{"q": layer}])
-        torch.testing.assert_close(inputs["q"], blocks.modules[0].input_layernorm(expected[0][part]))
+        inputs = exact.advance(0, batch, [{QUERIES.format(0): layer}])
+        torch.testing.assert_close(inputs[QUERIES.format(0)], blocks.modules[0].input_layernorm(expected[0][part]))
     layer.weight.mul_(0.5)  # compressed
     for batch, part in enumerate((slice(0, 4), slice(4, 6))):
         walker.advance(0, batch)
         assert not torch.allclose(walker.hidden[batch], expected[1][part], atol=1e-3)
-        seen = exact.advance(1, batch, [{"q": blocks.modules[1].self_attn.q_proj}])["q"]
+        seen = exact.advance(1, batch, [{QUERIES.format(1): blocks.modules[1].self_attn.q_proj}])[QUERIES.format(1)]
         torch.testing.assert_close(seen, blocks.modules[1].input_layernorm(expected[1][part]), rtol=1e-4, atol=1e-5)
 
 
@@ -87,15 +88,35 @@ def divergence(model: Any, other: Any) -> float:
     return float((exact.exp() * (exact - found)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("batch_size", [None, 8])
-def test_aligned_models_are_nearer_to_the_original(batch_size: int | None) -> None:
+def test_aligned_models_are_nearer_to_the_original_in_one_batch_and_in_many() -> None:
     results = []
-    for align in (False, True):
+    for align, batch_size in ((False, None), (True, None), (True, 16)):
         model = tiny_model("llama", num_hidden_layers=4, initializer_range=0.1)
         recipe = GPTQModifier(scheme="W3A16", group_size=32, ignore=["lm_head"], align=align)
         oneshot(model, recipe=recipe, dataset=token_samples(48, 24), batch_size=batch_size)
         results.append(divergence(tiny_model("llama", num_hidden_layers=4, initializer_range=0.1), model))
-    assert results[1] < 0.97 * results[0]
+    assert results[1] < 0.92 * results[0]
+    # What runs first in a block is changed before the rest is observed, whatever the batches.
+    assert results[2] == pytest.approx(results[1], rel=0.05)
+
+
+@torch.no_grad()
+def test_a_pass_ends_when_it_has_seen_what_it_was_for() -> None:
+    block = tiny_model("llama").model.layers[0]
+    seen: list[str] = []
+    layers = {"o": block.self_attn.o_proj, "up": block.mlp.up_proj}
+    for whole in (False, True):
+        ran: list[bool] = []
+        handle = block.mlp.down_proj.register_forward_pre_hook(lambda *_, ran=ran: ran.append(True))
+        output = run_watched(
+            lambda: block(torch.randn(2, 5, 64), position_embeddings=(torch.ones(1, 5, 16), torch.zeros(1, 5, 16))),
+            layers,
+            lambda name, _: seen.append(name),
+            whole,
+        )
+        handle.remove()
+        assert (output is not None) == bool(ran) == whole
+    assert seen == ["o", "up", "o", "up"]
 
 
 def test_experts_are_not_aligned_but_compressed(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ given are the inputs that the compressed layers before it make. GPTQ can aim at 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,21 +31,66 @@ class ExactStream:
         Inputs of fewer tokens (those sent to an expert) are left out: they are not those that the compressed model
         sends there.
         """
+        return self.go_through(self._walker.blocks.modules[index], index, batch, groups, whole=True)
+
+    def copy_of(self, index: int) -> nn.Module:
+        """Block `index`, to be gone through when the block itself has changed."""
+        config = self._walker.model.config
+        shared = {id(part): part for part in (config, config.get_text_config())}
+        return copy.deepcopy(self._walker.blocks.modules[index], shared)
+
+    def go_through(
+        self, block: nn.Module, index: int, batch: int, groups: Sequence[Group], whole: bool
+    ) -> dict[str, Tensor]:
+        """As `advance`, through `block` in place of block `index`; stops when it has the inputs, unless it is to go
+        through the whole block, whose output then is the next one's input."""
+        prefix, tokens = f"{self._walker.blocks.name(index)}.", self._hidden[batch].shape[:-1].numel()
+        firsts = [next(iter(group)) for group in groups]
         inputs: dict[str, Tensor] = {}
-        handles = []
-        for group in groups:
-            first = next(iter(group))
 
-            def note(module: nn.Module, args: tuple[Any, ...], first: str = first) -> None:
-                if args[0].shape[:-1].numel() == self._hidden[batch].shape[:-1].numel():
-                    inputs[first] = args[0]
+        def note(name: str, given: Tensor) -> None:
+            if given.shape[:-1].numel() == tokens:
+                inputs[name] = given
 
-            handles.append(group[first].register_forward_pre_hook(note))
-        try:
-            hidden = self._hidden[batch].to(self._walker.device, self._walker.dtype, non_blocking=True)
-            output = self._walker.run_on(index, batch, hidden)
-        finally:
-            for handle in handles:
-                handle.remove()
-        self._hidden[batch].copy_(output)
+        hidden = self._hidden[batch].to(self._walker.device, self._walker.dtype, non_blocking=True)
+        output = run_watched(
+            lambda: self._walker.run_on(index, batch, hidden, block),
+            {name: block.get_submodule(name.removeprefix(prefix)) for name in firsts},
+            note,
+            whole,
+        )
+        if output is not None:
+            self._hidden[batch].copy_(output)
         return inputs
+
+
+class _AllSeen(Exception):
+    """Ends a pass that was only made to see inputs."""
+
+
+def run_watched(
+    run: Callable[[], Tensor], layers: dict[str, nn.Module], action: Callable[[str, Tensor], None], whole: bool
+) -> Tensor | None:
+    """`run()`, with `action(name, input)` before each of `layers` runs; what it gives, or None where it ended early.
+
+    It ends as soon as all layers have been seen, unless it is to be `whole`.
+    """
+    left = set(layers)
+
+    def hook_of(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            action(name, args[0])
+            left.discard(name)
+            if not (left or whole):
+                raise _AllSeen
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(hook_of(name)) for name, layer in layers.items()]
+    try:
+        return run()
+    except _AllSeen:
+        return None
+    finally:
+        for handle in handles:
+            handle.remove()

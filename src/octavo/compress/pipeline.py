@@ -10,6 +10,7 @@ and another makes the outputs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from octavo.compress.assignment import Plan
 from octavo.compress.blocks import Blocks, siblings
-from octavo.compress.exact_stream import ExactStream
+from octavo.compress.exact_stream import ExactStream, run_watched
 from octavo.compress.kv_scales import KeyValueWatcher
 from octavo.compress.layer_work import LayerWork, refuse_non_finite
 from octavo.compress.model_source import ModelSource
@@ -228,28 +229,51 @@ class BlockPipeline:
         groups = self._groups(index, layers)
         needs_data = any(self.plan.layers[name].statistics for name in layers)
         if len(self.batches) == 1 and needs_data:
-            self._run_exact(index, 0, groups)
+            if self._exact is not None:
+                with self.phases("forward"):
+                    self._work.exact = self._exact.advance(index, 0, groups)
             with _hooks(groups, self._work.change_once):
                 self._advance(index)
             for group in groups:
                 self._work.change_unseen(group)
             return
-        if self.batches and needs_data:
-            self._observe(index, groups)
-        for group in groups:
-            self._work.change(group)
+        if self._exact is not None:
+            self._change_in_stages(index, groups, self._exact)
+        else:
+            if self.batches and needs_data:
+                self._observe(index, groups)
+            for group in groups:
+                self._work.change(group)
         self._advance(index)
 
-    def _run_exact(self, index: int, batch: int, groups: list[Group]) -> None:
-        """Give what observes the groups a batch's inputs of them in the model as it came, if it asks for them."""
-        if self._exact is not None:
-            with self.phases("forward"):
-                self._work.exact = self._exact.advance(index, batch, groups)
+    def _change_in_stages(self, index: int, groups: list[Group], exact: ExactStream) -> None:
+        """Observe and change what runs first in block `index` before what follows is observed.
+
+        Layers that aim at the model as it came make good for what drifted so far: were the next ones observed before,
+        they would make good for the same once more. The exact stream needs the block as it was, so a copy is kept.
+        """
+        original, stages = exact.copy_of(index), _stages(groups)
+        for stage in stages:
+            firsts = {next(iter(group)): group for group in stage}
+            for batch in range(len(self.batches)):
+                with self.phases("forward"):
+                    self._work.exact = exact.go_through(original, index, batch, stage, whole=stage is stages[-1])
+                    run_watched(
+                        lambda batch=batch: self._walker.run(index, batch),  # type: ignore[misc]
+                        {name: group[name] for name, group in firsts.items()},
+                        lambda name, inputs, firsts=firsts: self._work.observe(firsts[name], inputs),  # type: ignore[misc]
+                        whole=False,
+                    )
+                self._step(0.5 / len(stages))
+            for group in stage:
+                self._work.change(group)
+        if not stages:
+            for batch in range(len(self.batches)):
+                exact.advance(index, batch)
 
     def _observe(self, index: int, groups: list[Group]) -> None:
         """All batches through block `index`, to see the inputs of `groups`."""
         for batch in range(len(self.batches)):
-            self._run_exact(index, batch, groups)
             with _hooks(groups, self._work.observe), self.phases("forward"):
                 self._walker.run(index, batch)
             self._step(0.5)
@@ -292,6 +316,14 @@ class BlockPipeline:
                     alike.setdefault(key, {})[name] = layers[name]
             groups += alike.values()
         return groups
+
+
+def _stages(groups: list[Group]) -> list[list[Group]]:
+    """Groups in the order in which they run; the same ones of all experts are one stage."""
+    stages: dict[str, list[Group]] = {}
+    for group in groups:
+        stages.setdefault(re.sub(r"\d+", "*", next(iter(group))), []).append(group)
+    return list(stages.values())
 
 
 @contextmanager

@@ -71,10 +71,10 @@ class BlockWalker:
         """Output of block `index` on the current input of a batch."""
         return self.run_on(index, batch, self.hidden[batch].to(self.device, self.dtype, non_blocking=True))
 
-    def run_on(self, index: int, batch: int, hidden: Tensor) -> Tensor:
-        """Output of block `index` for `hidden` in place of the current input of a batch."""
+    def run_on(self, index: int, batch: int, hidden: Tensor, block: nn.Module | None = None) -> Tensor:
+        """Output of block `index` (or `block` in its place) for `hidden` in place of the current input of a batch."""
         args, kwargs = self.calls[batch][index]
-        output = self.blocks.modules[index](hidden, *args, **kwargs)
+        output = (block or self.blocks.modules[index])(hidden, *args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
 
     def advance(self, index: int, batch: int) -> None:
