@@ -33,8 +33,9 @@ import torch
 from safetensors.torch import save_file
 
 from octavo.compress.calibration import CalibrationSpec
+from octavo.compress.empty_model import empty_model
 from octavo.compress.job import CompressionJob
-from octavo.compress.model_source import CheckpointSource, empty_model, open_source
+from octavo.compress.model_source import CheckpointSource, open_source
 from octavo.modifiers import GPTQModifier
 
 

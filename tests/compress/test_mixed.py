@@ -14,12 +14,14 @@ import torch
 from tiny_models import token_samples
 from torch import nn
 
+from octavo.builtin_text import builtin_text
+from octavo.checkpoint.reader import open_checkpoint
 from octavo.compress import run
 from octavo.compress.assignment import make_plan
 from octavo.compress.bit_allocation import Target, allocate, least_budget, parse_target, predicted_loss, total_size
 from octavo.compress.blocks import find_blocks
 from octavo.compress.config import CompressConfig
-from octavo.compress.model_source import LoadedSource
+from octavo.compress.model_source import CheckpointSource, LoadedSource
 from octavo.compress.observers import choose_grid
 from octavo.compress.rounding import dequantize, quantize
 from octavo.compress.sensitivity import Unit, mean_loss, measure
@@ -178,3 +180,24 @@ def test_a_limit_on_perplexity_is_kept_and_the_search_can_be_resumed(tiny_llama:
     again = run(config_for(tiny_llama, tmp_path / "out", resume=True, **settings), quiet=True)
     assert again.report == json.loads(before["compression_report.json"])
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_demo_model_is_better_than_with_four_bits_everywhere(demo_path: Path, tmp_path: Path) -> None:
+    """At the same bytes, on text that neither was calibrated on."""
+    text = builtin_text("calibration")
+    calibration = tmp_path / "calibration.txt"
+    calibration.write_text(text[: len(text) // 2])
+    settings = {"calibration_file": str(calibration), "num_calibration_samples": 16, "max_seq_length": 512,
+                "group_size": 64, "device": "cpu"}  # fmt: skip
+    run(CompressConfig(str(demo_path), str(tmp_path / "uniform"), **settings), quiet=True)
+    size = (tmp_path / "uniform" / "model.safetensors").stat().st_size
+    run(CompressConfig(str(demo_path), str(tmp_path / "mixed"), target_size=str(size), **settings), quiet=True)
+    assert (tmp_path / "mixed" / "model.safetensors").stat().st_size <= size
+    losses = {}
+    for name in ("uniform", "mixed"):
+        source = CheckpointSource(open_checkpoint(tmp_path / name), name)
+        ids = source.tokenizer(text[len(text) // 2 :])["input_ids"][: 16 * 512]
+        losses[name] = mean_loss(source, find_blocks(source.model), list(torch.tensor(ids).reshape(16, 512).split(1)))
+    assert losses["mixed"] < losses["uniform"]

@@ -208,6 +208,7 @@ class CompressionJob:
             "calibration data": "none" if data is None else data.digest(),
             "batch size": str(self.batch_size),
             "experts": "all tokens" if self.spec.moe_calibrate_all_experts else "their tokens",
+            "all experts": str(self.spec.moe_calibrate_all_experts),
             "seed": str(self.spec.seed),
             "precision": str(dtype),
             "device": self.source.device.type,
