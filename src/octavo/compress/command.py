@@ -19,7 +19,7 @@ from octavo.compress.recipe import parse_recipe
 from octavo.compress.report import report_lines
 from octavo.errors import UserError
 
-_GPTQ_SETTINGS = ("dampening_frac", "block_size", "actorder")
+_GPTQ_SETTINGS = ("dampening_frac", "block_size", "actorder", "align")
 
 
 def run(config: CompressConfig, quiet: bool = False) -> CompressionResult:
@@ -89,11 +89,14 @@ def modifiers_of(config: CompressConfig) -> list[Modifier]:
         return parse_recipe(Path(config.recipe))
     names = algorithm_chain(config.algorithm or "gptq")
     common: dict[str, Any] = {"scheme": config.scheme or "W4A16", "ignore": list(config.ignore)}
-    observer = config.observer or ("imatrix_signed" if "awq" in names else None)  # AWQ knows the inputs anyway
+    # Where inputs are known (AWQ looks at them anyway), nothing is worth more to rounding than to weigh errors by them.
+    calibrated = "awq" in names or config.dataset is not None or config.calibration_file is not None
+    observer = config.observer or ("imatrix_signed" if calibrated else None)
     common |= {"group_size": config.group_size, "weight_observer": observer}
     if "gptq" in names:
         order = None if config.actorder == "none" else config.actorder
         common |= {"block_size": config.block_size, "dampening_frac": config.dampening_frac, "actorder": order}
+        common |= {"align": config.align}
     else:
         _refuse_changed(config, _GPTQ_SETTINGS, f"algorithm {config.algorithm}, which has no such setting")
     return [STEPS[name](common) for name in names]

@@ -50,11 +50,18 @@ class CompressConfig:
         ("lm_head",), "layers to leave alone: full names, class names, or re: and a regular expression"
     )
     observer: str | None = setting(
-        None, "how scales are chosen; if not given, imatrix_signed for gptq and signed for rtn", choices=OBSERVERS
+        None,
+        "how scales are chosen; if not given, imatrix_signed for gptq and where calibration text is given, else signed",
+        choices=OBSERVERS,
     )
     dampening_frac: float = setting(0.01, "gptq: added to the Hessian's diagonal, in units of its mean")
     block_size: int = setting(128, "gptq: columns that are rounded before the rest is brought up to date")
     actorder: str = setting("static", "gptq: take columns by importance, or as they are", choices=("static", "none"))
+    align: bool = setting(
+        True,
+        "gptq: layers aim at their outputs in the model as it came, not in the model as compressed so far: better "
+        "models, and one more pass over the data",
+    )
     moe_calibrate_all_experts: bool = setting(
         True, "calibrate each expert of a mixture on all tokens, not only on those that are sent to it"
     )

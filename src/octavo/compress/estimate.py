@@ -69,6 +69,8 @@ def estimate(source: ModelSource, blocks: Blocks, plan: Plan, batches: list[Tens
         largest = max(batch.numel() for batch in batches)
         forward = largest * (6 * hidden + 4 * (_inner(source) or 4 * hidden)) * width
         in_work |= {"statistics": _statistics(blocks, plan, len(batches) == 1) * (1 + aligned)}
+        if aligned and len(batches) > 1:
+            in_work |= {"the block as it was": block * width}
         in_work |= {"in work": max(forward, _solving(blocks, plan, source.device.type == "cpu"))}
     else:
         in_work |= {"in work": _solving(blocks, plan, source.device.type == "cpu")}
