@@ -9,7 +9,7 @@ shard a block, and read back block by block as any other; calibration is on rand
 What an H200 should need for an 8B Llama, W4A16, 256 samples of 2,048 tokens (T = 524,288), at 790 TFLOP/s in bfloat16
 and 50 in float32, at full speed:
 
-    forward     3 passes (95 over 32 blocks) of 2 x 218e6 x T + attention = 0.25 PFLOP     30 s
+    forward     5 passes (2 with --no-align) of 2 x 218e6 x T + attention = 0.25 PFLOP      50 s
     statistics  2 K^2 T a group (K = 4,096 three times, 14,336), 0.58 of it = 0.16 PFLOP    7 s
                 the same for the drift, all of it = 0.27 PFLOP (none with --no-align)      11 s
     quantize    factors, column updates and errors: 8 TFLOP a block in float32              5 s
