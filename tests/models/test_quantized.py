@@ -185,7 +185,7 @@ def test_columns_in_activation_order_stay_quantized(tmp_path: Path) -> None:
     assert load(tmp_path, torch.bfloat16)._fused is None
 
 
-@pytest.mark.parametrize(("quantization", "tolerance"), [("int8", 0.05), ("fp8", 0.4), ("w4a16", 0.6)])
+@pytest.mark.parametrize(("quantization", "tolerance"), [("int8", 0.05), ("fp8", 0.2), ("w4a16", 0.5)])
 @pytest.mark.parametrize("route", ["native", "transformers"])
 def test_quantization_on_load(quantization: str, tolerance: float, route: str, tmp_path: Path) -> None:
     reference = save_random(LlamaConfig(**SIZES), tmp_path, std=0.15)
@@ -195,7 +195,7 @@ def test_quantization_on_load(quantization: str, tolerance: float, route: str, t
     expected = reference_logits(reference, tokens)
     assert model.weight_bytes() < plain.weight_bytes()
     got = run(model, tokens)
-    assert_close(got, expected, tolerance)
+    assert (got - expected).norm() < tolerance * expected.norm()
     assert (got - expected).abs().max() > 1e-3, "nothing was quantized"
 
 

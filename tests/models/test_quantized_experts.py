@@ -64,7 +64,9 @@ def rounded(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor, Tenso
     blocks = weight.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
     largest = 448.0 if scheme.type == "float" else 2.0 ** (scheme.num_bits - 1) - 1
     scale = blocks.abs().amax((1, 3), keepdim=True) / largest
-    scaled = (blocks / scale).clamp(-largest, largest)
+    if scheme.num_bits == 4:  # as rounding on load has it: the largest weight becomes -8
+        scale = blocks.gather(3, blocks.abs().argmax(3, keepdim=True)) / -8
+    scaled = (blocks / scale).clamp(-largest - (scheme.num_bits == 4), largest)
     codes = scaled.to(torch.float8_e4m3fn) if scheme.type == "float" else scaled.round().to(torch.int8)
     return codes.reshape(weight.shape), scale[:, 0, :, 0], (codes.float() * scale).reshape(weight.shape)
 
