@@ -19,6 +19,7 @@ from octavo.checkpoint.transforms import online_transforms
 from octavo.compress.chain import check_chain
 from octavo.compress.oneshot import oneshot
 from octavo.compress.recipe import dump_recipe, parse_recipe
+from octavo.compress.report import report_lines
 from octavo.errors import UnsupportedModelError, UserError
 from octavo.modifiers import (
     AWQModifier,
@@ -128,6 +129,8 @@ def test_two_of_four_stay_zero_through_a_quantizer(pruner: Any, quantizer: Any, 
         zeros = checkpoint.tensor(f"{entry['name']}.weight") == 0
         assert bool((zeros.reshape(-1, 4).sum(dim=1) >= 2).all())
         assert (entry if quantizer is None else entry["pruning"])["sparsity"] == 0.5
+    zeros_line = f"zeros in {len(report['layers'])} layers: 50.0% of the weights, 50.0% in the fewest"
+    assert zeros_line in report_lines(report)
     config = json.loads((tmp_path / "config.json").read_text())
     assert ("quantization_config" in config) == (quantizer is not None)
     if quantizer is not None:

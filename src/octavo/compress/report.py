@@ -142,10 +142,16 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     lines.append(f"{'all':34}{_mb(size['before_bytes']):>12}{_mb(size['after_bytes']):>12}")
     lines += size["explanation"]
     worst = sorted(report["layers"], key=lambda layer: -layer["error"])[:3]
-    lines.append(
-        f"relative output error: mean {report['mean_error']:.4f}; largest "
-        + ", ".join(f"{layer['name']} {layer['error']:.4f}" for layer in worst)
-    )
+    if worst:
+        lines.append(
+            f"relative output error: mean {report['mean_error']:.4f}; largest "
+            + ", ".join(f"{layer['name']} {layer['error']:.4f}" for layer in worst)
+        )
+    pruned = [layer.get("pruning", layer) for layer in report["layers"]]
+    shares = [layer["sparsity"] for layer in pruned if "sparsity" in layer]
+    if shares:
+        mean = sum(shares) / len(shares)
+        lines.append(f"zeros in {len(shares)} layers: {mean:.1%} of the weights, {min(shares):.1%} in the fewest")
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in report["seconds"].items() if name != "total")
     lines.append(f"{report['seconds']['total']:.1f} s ({phases})")
     return lines + [f"note: {note}" for note in report["notes"]]
