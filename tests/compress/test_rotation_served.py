@@ -129,7 +129,7 @@ def test_two_of_four_stay_zero_through_a_quantizer(pruner: Any, quantizer: Any, 
         zeros = checkpoint.tensor(f"{entry['name']}.weight") == 0
         assert bool((zeros.reshape(-1, 4).sum(dim=1) >= 2).all())
         assert (entry if quantizer is None else entry["pruning"])["sparsity"] == 0.5
-    zeros_line = f"zeros in {len(report['layers'])} layers: 50.0% of the weights, 50.0% in the fewest"
+    zeros_line = f"zeros in {len(report['layers'])} layers: 50.0% of their weights, 50.0% in the layer with the fewest"
     assert zeros_line in report_lines(report)
     config = json.loads((tmp_path / "config.json").read_text())
     assert ("quantization_config" in config) == (quantizer is not None)

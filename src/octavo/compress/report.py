@@ -132,6 +132,17 @@ def environment() -> dict[str, Any]:
     }
 
 
+def _zeros(layers: list[dict[str, Any]]) -> list[str]:
+    """What pruning reached, if there was any."""
+    pruned = [(layer.get("pruning", layer), math.prod(layer["shape"])) for layer in layers]
+    shares = [(about["sparsity"], weights) for about, weights in pruned if "sparsity" in about]
+    if not shares:
+        return []
+    mean = sum(share * weights for share, weights in shares) / sum(weights for _, weights in shares)
+    fewest = min(share for share, _ in shares)
+    return [f"zeros in {len(shares)} layers: {mean:.1%} of their weights, {fewest:.1%} in the layer with the fewest"]
+
+
 def report_lines(report: Mapping[str, Any]) -> list[str]:
     """The report for a terminal."""
     size = report["size"]
@@ -147,11 +158,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
             f"relative output error: mean {report['mean_error']:.4f}; largest "
             + ", ".join(f"{layer['name']} {layer['error']:.4f}" for layer in worst)
         )
-    pruned = [layer.get("pruning", layer) for layer in report["layers"]]
-    shares = [layer["sparsity"] for layer in pruned if "sparsity" in layer]
-    if shares:
-        mean = sum(shares) / len(shares)
-        lines.append(f"zeros in {len(shares)} layers: {mean:.1%} of the weights, {min(shares):.1%} in the fewest")
+    lines += _zeros(report["layers"])
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in report["seconds"].items() if name != "total")
     lines.append(f"{report['seconds']['total']:.1f} s ({phases})")
     return lines + [f"note: {note}" for note in report["notes"]]
