@@ -16,7 +16,7 @@ from octavo.compress.blocks import find_blocks
 from octavo.compress.exact_stream import ExactStream, run_watched
 from octavo.compress.gptq_solver import GPTQSettings, solve
 from octavo.compress.oneshot import oneshot
-from octavo.compress.rounding import dequantize
+from octavo.compress.rounding import Grid, dequantize
 from octavo.compress.statistics import InputStatistics
 from octavo.compress.walker import BlockWalker
 from octavo.modifiers import GPTQModifier
@@ -31,14 +31,17 @@ def test_aligned_outputs_are_nearer_to_those_on_the_exact_inputs() -> None:
     hessian, drift = inputs.t() @ inputs, (exact - inputs).t() @ inputs
     weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(2))
     errors = []
-    for given in (None, drift):
-        solution = solve([weight], hessian, FOUR, GPTQSettings(), torch.float32, drift=given)[0]
+    with_more_rows = torch.cat((weight, torch.randn(80, 64)))
+    for given, rows in ((None, weight), (drift, weight), (drift, with_more_rows)):
+        solution = solve([rows], hessian, FOUR, GPTQSettings(), torch.float32, drift=given)[0]
+        solution.codes, solution.grid = solution.codes[:24], Grid(solution.grid.scale[:24])
         outputs = inputs @ dequantize(solution.codes, solution.grid, FOUR).t()
         errors.append(float((outputs - exact @ weight.t()).square().sum()))
     best = torch.linalg.lstsq(inputs, exact @ weight.t()).solution
     least = float((inputs @ best - exact @ weight.t()).square().sum())
     assert errors[1] < 0.93 * errors[0]
     assert errors[1] > least
+    assert errors[2] == pytest.approx(errors[1], rel=0.02)
 
 
 def test_drift_is_summed_and_given_up_where_exact_inputs_are_missing() -> None:
