@@ -10,9 +10,7 @@ and another makes the outputs.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 
 from octavo.compress.assignment import Plan
 from octavo.compress.blocks import Blocks, siblings
-from octavo.compress.exact_stream import ExactStream, run_watched
+from octavo.compress.exact_stream import ExactStream
 from octavo.compress.kv_scales import KeyValueWatcher
 from octavo.compress.layer_work import LayerWork, refuse_non_finite
 from octavo.compress.model_source import ModelSource
@@ -30,11 +28,11 @@ from octavo.compress.modifiers.base import LayerResult, Transform
 from octavo.compress.phases import Phases
 from octavo.compress.statistics import InputStatistics
 from octavo.compress.walker import BlockWalker, Keep
+from octavo.compress.watching import Group, hooked, in_stages, run_watched
 from octavo.compress.work_folder import StoredBlock, WorkFolder
 from octavo.units import size
 
 Progress = Callable[[float, str | None], None]  # blocks that are done, with the share of the one in hand, and a note
-Group = dict[str, nn.Linear]  # layers that read the same input, by full name
 
 
 class BlockPipeline:
@@ -86,6 +84,8 @@ class BlockPipeline:
             with self.phases("read"):
                 self.source.release(block, self.blocks.name(index))
             progress(index + 1, _errors(results))
+        self._exact = None
+        self._walker.finish()  # the activations make room for a shard
         return everything
 
     def _is_read(self, index: int, folder: WorkFolder | None) -> bool:
@@ -209,7 +209,7 @@ class BlockPipeline:
                     seen[name] = InputStatistics(inputs.shape[-1], wanted[name], inputs.device)
                 seen[name].add(inputs)
 
-        with _hooks([{name: module} for name, module in modules.items()], gather):  # type: ignore[dict-item]
+        with hooked([{name: module} for name, module in modules.items()], gather):  # type: ignore[dict-item]
             self._forward(index)
         with self.phases("transform"):
             return transform.apply(index, block, seen)
@@ -232,7 +232,7 @@ class BlockPipeline:
             if self._exact is not None:
                 with self.phases("forward"):
                     self._work.exact = self._exact.advance(index, 0, groups)
-            with _hooks(groups, self._work.change_once):
+            with hooked(groups, self._work.change_once):
                 self._advance(index)
             for group in groups:
                 self._work.change_unseen(group)
@@ -252,7 +252,7 @@ class BlockPipeline:
         Layers that aim at the model as it came make good for what drifted so far: were the next ones observed before,
         they would make good for the same once more. The exact stream needs the block as it was, so a copy is kept.
         """
-        original, stages = exact.copy_of(index), _stages(groups)
+        original, stages = exact.copy_of(index), in_stages(groups)
         for stage in stages:
             firsts = {next(iter(group)): group for group in stage}
             for batch in range(len(self.batches)):
@@ -274,7 +274,7 @@ class BlockPipeline:
     def _observe(self, index: int, groups: list[Group]) -> None:
         """All batches through block `index`, to see the inputs of `groups`."""
         for batch in range(len(self.batches)):
-            with _hooks(groups, self._work.observe), self.phases("forward"):
+            with hooked(groups, self._work.observe), self.phases("forward"):
                 self._walker.run(index, batch)
             self._step(0.5)
 
@@ -316,31 +316,6 @@ class BlockPipeline:
                     alike.setdefault(key, {})[name] = layers[name]
             groups += alike.values()
         return groups
-
-
-def _stages(groups: list[Group]) -> list[list[Group]]:
-    """Groups in the order in which they run; the same ones of all experts are one stage."""
-    stages: dict[str, list[Group]] = {}
-    for group in groups:
-        stages.setdefault(re.sub(r"\d+", "*", next(iter(group))), []).append(group)
-    return list(stages.values())
-
-
-@contextmanager
-def _hooks(groups: list[Group], action: Callable[[Group, Tensor], None]) -> Iterator[None]:
-    """Call `action(group, input)` before the first layer of each group runs."""
-    handles = []
-    for group in groups:
-
-        def hook(module: nn.Module, args: tuple[Any, ...], group: Group = group) -> None:
-            action(group, args[0])
-
-        handles.append(next(iter(group.values())).register_forward_pre_hook(hook))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _let_go(result: LayerResult, kept: bool) -> None:

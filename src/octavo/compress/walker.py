@@ -81,6 +81,10 @@ class BlockWalker:
         """Run block `index` on a batch; its output becomes the input of the next."""
         self.hidden[batch].copy_(self.run(index, batch))
 
+    def finish(self) -> None:
+        """Let go of the batches."""
+        self.hidden, self.calls = [], []
+
     def logits(self, hidden: Tensor) -> Tensor:
         """What the model makes of `hidden` [B, T, H] after its last block: [B, T, vocabulary]."""
         given = hidden if self._extras is None else (hidden, *self._extras)
