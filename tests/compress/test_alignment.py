@@ -13,12 +13,13 @@ from tiny_models import tiny_model, token_samples
 
 from octavo.checkpoint.scheme import WeightScheme
 from octavo.compress.blocks import find_blocks
-from octavo.compress.exact_stream import ExactStream, run_watched
+from octavo.compress.exact_stream import ExactStream
 from octavo.compress.gptq_solver import GPTQSettings, solve
 from octavo.compress.oneshot import oneshot
 from octavo.compress.rounding import Grid, dequantize
 from octavo.compress.statistics import InputStatistics
 from octavo.compress.walker import BlockWalker
+from octavo.compress.watching import run_watched
 from octavo.modifiers import GPTQModifier
 
 QUERIES = "model.layers.{}.self_attn.q_proj"

@@ -8,14 +8,12 @@ given are the inputs that the compressed layers before it make. GPTQ can aim at 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from octavo.compress.walker import BlockWalker
-
-Group = dict[str, nn.Linear]  # layers that read the same input, by full name; known by the first of them
+from octavo.compress.watching import Group, run_watched
 
 
 class ExactStream:
@@ -62,35 +60,3 @@ class ExactStream:
         if output is not None:
             self._hidden[batch].copy_(output)
         return inputs
-
-
-class _AllSeen(Exception):
-    """Ends a pass that was only made to see inputs."""
-
-
-def run_watched(
-    run: Callable[[], Tensor], layers: dict[str, nn.Module], action: Callable[[str, Tensor], None], whole: bool
-) -> Tensor | None:
-    """`run()`, with `action(name, input)` before each of `layers` runs; what it gives, or None where it ended early.
-
-    It ends as soon as all layers have been seen, unless it is to be `whole`.
-    """
-    left = set(layers)
-
-    def hook_of(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            action(name, args[0])
-            left.discard(name)
-            if not (left or whole):
-                raise _AllSeen
-
-        return hook
-
-    handles = [layer.register_forward_pre_hook(hook_of(name)) for name, layer in layers.items()]
-    try:
-        return run()
-    except _AllSeen:
-        return None
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -5,7 +5,7 @@ Memory is one block with its Hessians and the activations. Each transform that l
 block. Where the whole calibration set fits in one batch, each layer is pruned and quantized in the middle of the
 block's forward pass, just before it runs: its inputs then come from layers of the same block that are changed already,
 and one pass over the data does for everything. Otherwise one pass gathers the statistics of all layers of the block
-and another makes the outputs.
+and another makes the outputs; layers that aim at the model as it came are observed and changed in stages instead.
 """
 
 from __future__ import annotations
