@@ -48,16 +48,16 @@ def make_checkpoint(config: dict[str, Any], folder: Path, device: torch.device) 
     total = 0
 
     def drawn(name: str, shape: torch.Size) -> torch.Tensor:
-        if len(shape) == 1:
-            return 1 + 0.1 * torch.randn(shape, generator=generator, device=device)
-        scale = 1.0 if "embed" in name else shape[1] ** -0.5
-        return torch.randn(shape, generator=generator, device=device) * scale
+        is_norm = len(shape) == 1
+        scale = 0.1 if is_norm else 1.0 if "embed" in name else shape[1] ** -0.5
+        made = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        return made.normal_(float(is_norm), scale, generator=generator).cpu()
 
     for name, tensor in model.state_dict().items():
         shards.setdefault(".".join(name.split(".")[:3]), {})[name] = tensor
     for number, (_, tensors) in enumerate(shards.items()):
         file = f"shard-{number:03d}.safetensors"
-        made = {name: drawn(name, tensor.shape).bfloat16().cpu() for name, tensor in tensors.items()}
+        made = {name: drawn(name, tensor.shape) for name, tensor in tensors.items()}
         save_file(made, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(made, file)
         total += sum(tensor.nbytes for tensor in made.values())
