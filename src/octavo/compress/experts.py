@@ -87,20 +87,18 @@ def separate_experts(model: Any) -> None:
     names = FAMILIES.get(model.config.get_text_config().model_type)
     if names is None:
         return
-    for path, module in list(model.named_modules()):
-        if is_fused(module):
-            mixture_path, _, leaf = path.rpartition(".")
-            setattr(model.get_submodule(mixture_path), leaf, _separated(module, names))
-            if names.mixture is not None:
-                owner_path, _, present = mixture_path.rpartition(".")
-                _rename(model.get_submodule(owner_path), present, names.mixture)
+    for path in [path for path, module in model.named_modules() if is_fused(module)]:
+        mixture_path, _, leaf = path.rpartition(".")
+        setattr(model.get_submodule(mixture_path), leaf, _separated(model.get_submodule(path), names))
+        if names.mixture is not None:
+            owner_path, _, present = mixture_path.rpartition(".")
+            _rename(model.get_submodule(owner_path), present, names.mixture)
 
 
 def is_fused(module: nn.Module) -> bool:
     """Whether a module holds all experts of a layer in two tensors."""
-    parameters = module._parameters
-    return parameters.keys() == {"gate_up_proj", "down_proj"} and all(p is not None and p.dim() == 3
-                                                                     for p in parameters.values())  # fmt: skip
+    dimensions = {name: parameter.dim() for name, parameter in module.named_parameters(recurse=False)}
+    return dimensions == {"gate_up_proj": 3, "down_proj": 3}
 
 
 def calibrate_all_experts(model: Any, wanted: bool) -> None:
@@ -120,12 +118,8 @@ def routers(model: Any) -> Iterator[str]:
         if isinstance(module, SeparateExperts):
             mixture = path.rpartition(".")[0]
             for name, sibling in modules[mixture].named_children():
-                weight = sibling._parameters.get("weight")
-                if (
-                    weight is not None
-                    and weight.dim() == 2
-                    and (weight.shape[0] == 1 or type(sibling) is not nn.Linear)
-                ):
+                shape = getattr(sibling._parameters.get("weight"), "shape", ())
+                if len(shape) == 2 and (shape[0] == 1 or type(sibling) is not nn.Linear):
                     yield f"{mixture}.{name}"
 
 
