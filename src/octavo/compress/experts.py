@@ -118,7 +118,7 @@ def routers(model: Any) -> Iterator[str]:
         if isinstance(module, SeparateExperts):
             mixture = path.rpartition(".")[0]
             for name, sibling in modules[mixture].named_children():
-                shape = getattr(sibling._parameters.get("weight"), "shape", ())
+                shape: tuple[int, ...] = getattr(sibling._parameters.get("weight"), "shape", ())
                 if len(shape) == 2 and (shape[0] == 1 or type(sibling) is not nn.Linear):
                     yield f"{mixture}.{name}"
 
