@@ -68,20 +68,18 @@ def test_the_exact_stream_is_that_of_the_model_as_it_came() -> None:
     model = tiny_model("llama")
     samples = torch.tensor(token_samples())
     expected = model(samples, output_hidden_states=True).hidden_states
-    blocks = find_blocks(model)
-    walker = BlockWalker(model, blocks)
+    walker = BlockWalker(model, find_blocks(model))
     walker.start([samples[:4], samples[4:]])
-    exact = ExactStream(walker)
-    layer = blocks.modules[0].self_attn.q_proj
+    exact, (first, second) = ExactStream(walker), model.model.layers
     for batch, part in enumerate((slice(0, 4), slice(4, 6))):
-        inputs = exact.advance(0, batch, [{QUERIES.format(0): layer}])
-        torch.testing.assert_close(inputs[QUERIES.format(0)], blocks.modules[0].input_layernorm(expected[0][part]))
-    layer.weight.mul_(0.5)  # compressed
+        inputs = exact.advance(0, batch, [{QUERIES.format(0): first.self_attn.q_proj}])
+        torch.testing.assert_close(inputs[QUERIES.format(0)], first.input_layernorm(expected[0][part]))
+    first.self_attn.q_proj.weight.mul_(0.5)  # compressed
     for batch, part in enumerate((slice(0, 4), slice(4, 6))):
         walker.advance(0, batch)
         assert not torch.allclose(walker.hidden[batch], expected[1][part], atol=1e-3)
-        seen = exact.advance(1, batch, [{QUERIES.format(1): blocks.modules[1].self_attn.q_proj}])[QUERIES.format(1)]
-        torch.testing.assert_close(seen, blocks.modules[1].input_layernorm(expected[1][part]), rtol=1e-4, atol=1e-5)
+        seen = exact.advance(1, batch, [{QUERIES.format(1): second.self_attn.q_proj}])[QUERIES.format(1)]
+        torch.testing.assert_close(seen, second.input_layernorm(expected[1][part]), rtol=1e-4, atol=1e-5)
 
 
 def divergence(model: Any, other: Any) -> float:

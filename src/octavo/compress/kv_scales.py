@@ -106,5 +106,5 @@ class KeyValueWatcher:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         # Every family's file has its own eager function, which is the default where no other is asked for.
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        return ALL_ATTENTION_FUNCTIONS.get_interface(self._before, eager)
+        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        return ALL_ATTENTION_FUNCTIONS.get_interface(self._before or "eager", eager)
