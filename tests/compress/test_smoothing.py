@@ -101,7 +101,9 @@ def test_the_error_by_moments_is_that_of_the_outputs(scheme: WeightScheme) -> No
     rounded = dequantize(quantize(weight * factors, grid, scheme), grid, scheme)
     expected = float((divided @ rounded.t() - inputs @ weight.t()).square().sum())
     assert weight_error([layer], hessian, factors) == pytest.approx(expected, rel=1e-3)
-    assert output_error([layer], inputs, hessian.diagonal(), factors) == pytest.approx(expected, rel=1e-3)
+    assert output_error([layer], inputs, [inputs @ weight.t()], hessian.diagonal(), factors) == pytest.approx(
+        expected, rel=1e-3
+    )
 
 
 def test_activations_are_rounded_a_row_at_a_time() -> None:

@@ -54,14 +54,16 @@ def weight_error(layers: Sequence[FutureLayer], hessian: Tensor, factors: Tensor
     return total
 
 
-def output_error(layers: Sequence[FutureLayer], inputs: Tensor, importance: Tensor, factors: Tensor) -> float:
-    """Of rounding weights, and inputs where the scheme does, on some inputs [rows, K] themselves."""
+def output_error(
+    layers: Sequence[FutureLayer], inputs: Tensor, outputs: Sequence[Tensor], importance: Tensor, factors: Tensor
+) -> float:
+    """Of rounding weights, and inputs where the scheme does: from some inputs [rows, K] and each layer's outputs."""
     total = 0.0
     divided = inputs / factors
-    for layer in layers:
+    for layer, right in zip(layers, outputs, strict=True):
         activations = None if layer.scheme is None else layer.scheme.activations
         seen = divided if activations is None else rounded_activations(divided, activations)
-        total += float((seen @ layer.rounded(importance, factors).t() - inputs @ layer.weight.t()).square().sum())
+        total += float((seen @ layer.rounded(importance, factors).t()).sub_(right).square_().sum())
     return total
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from octavo.compress.statistics import InputStatistics
 from octavo.errors import UserError
 
 ALGORITHMS = ("smoothquant", "log_equalization")
-_STRENGTHS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _USUAL_STRENGTH = 0.5
+# What the search tries: the best on real models had the root mean square and 0.5 to 0.7 nearly everywhere.
+_TYPICAL_STRENGTHS, _RANGE_STRENGTHS = (0.4, 0.5, 0.6, 0.7, 0.8), (0.5, 0.8)
 
 
 @dataclass(kw_only=True)
@@ -77,15 +78,22 @@ def _best_factors(
     importance, rows = inputs.diagonal(), inputs.rows()
     typical = smoothing.shared(importance / inputs.tokens).sqrt()
     weights = [layer.weight for layer in layers]
-    layers = [layer.sampled() for layer in layers]
-    best, best_error = None, output_error(layers, rows, importance, torch.ones_like(spread))
-    for strength in _STRENGTHS:
-        for peaks in (spread, typical):
-            factors = smoothing.shared(smoothquant_factors(peaks, weights, strength), largest=True)
-            error = output_error(layers, rows, importance, factors)
-            if error < best_error:
-                best, best_error = factors, error
+    layers = [_quick(layer.sampled()) for layer in layers]
+    outputs = [rows @ layer.weight.t() for layer in layers]
+    best, best_error = None, output_error(layers, rows, outputs, importance, torch.ones_like(spread))
+    tried = [(typical, strength) for strength in _TYPICAL_STRENGTHS]
+    tried += [(spread, strength) for strength in _RANGE_STRENGTHS]
+    for peaks, strength in tried:
+        factors = smoothing.shared(smoothquant_factors(peaks, weights, strength), largest=True)
+        error = output_error(layers, rows, outputs, importance, factors)
+        if error < best_error:
+            best, best_error = factors, error
     return best if math.isfinite(best_error) else torch.full_like(spread, torch.nan)
+
+
+def _quick(layer: FutureLayer) -> FutureLayer:
+    """With minmax instead of an observer that searches: with 8 bits they hardly differ, next to the activations."""
+    return replace(layer, observer="minmax") if layer.scheme is not None and layer.scheme.num_bits >= 8 else layer
 
 
 @dataclass(kw_only=True)
