@@ -20,6 +20,7 @@ from octavo.compress.chain import check_chain
 from octavo.compress.oneshot import oneshot
 from octavo.compress.recipe import dump_recipe, parse_recipe
 from octavo.compress.report import report_lines
+from octavo.compress.work_folder import WorkFolder
 from octavo.errors import UnsupportedModelError, UserError
 from octavo.modifiers import (
     AWQModifier,
@@ -35,7 +36,7 @@ from octavo.modifiers import (
 )
 
 TOKENS = token_samples(1, 40, seed=13)[0]
-W4 = {"scheme": "W4A16", "group_size": 32, "ignore": ["lm_head"]}
+W4: dict[str, Any] = {"scheme": "W4A16", "group_size": 32, "ignore": ["lm_head"]}
 
 
 def served_logprobs(path: Path, **settings: Any) -> Tensor:
@@ -153,9 +154,7 @@ def test_owl_looks_at_all_blocks_first(tmp_path: Path) -> None:
     assert sum(means) / 3 == pytest.approx(0.6, abs=0.02)
 
 
-def test_an_interrupted_rotation_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
-    from octavo.compress.work_folder import WorkFolder
-
+def test_an_interrupted_rotation_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = tmp_path / "plain"
     tiny_model("llama", tie_word_embeddings=True).save_pretrained(plain)
     recipe = [SpinQuantModifier(rotations=["R1", "R2", "R4"]), GPTQModifier(**W4)]
@@ -168,12 +167,10 @@ def test_an_interrupted_rotation_goes_on_to_the_same_bytes(tmp_path: Path) -> No
         calls.append(index)
         raise KeyboardInterrupt
 
-    WorkFolder.save = interrupted  # type: ignore[method-assign]
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkFolder, "save", interrupted)
         with pytest.raises(KeyboardInterrupt):
             oneshot(str(plain), output_dir=tmp_path / "parts", **arguments)
-    finally:
-        WorkFolder.save = save  # type: ignore[method-assign]
     assert calls == [0]
     oneshot(str(plain), output_dir=tmp_path / "parts", resume=True, **arguments)
     whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
