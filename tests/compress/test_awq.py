@@ -159,3 +159,14 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> Non
 def test_senseless_chains_are_refused(chain: list[Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         oneshot(family_model("llama"), dataset=token_samples(), recipe=chain)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16_ASYM", "W3A16", "FP8_BLOCK", "FP8_DYNAMIC", "NVFP4A16", "MXFP4A16", "W4A8"])
+def test_every_scheme_can_follow(scheme: str) -> None:
+    model = family_model("llama")
+    tokens = torch.tensor(token_samples(2, seed=8))
+    before = model(tokens, use_cache=False).logits
+    rounding = QuantizationModifier(scheme=scheme, ignore=["lm_head"])
+    oneshot(model, dataset=token_samples(), recipe=[AWQModifier(n_grid=2, clip=True), rounding])
+    change = (model(tokens, use_cache=False).logits - before).square().mean() / before.square().mean()
+    assert 0 < change < 0.7

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class AWQModifier(ScalingTransform):
         if not given:
             return [self]
         given = {"weight_observer": "imatrix_signed", **given, "ignore": self.ignore}
-        alone = replace(self, ignore=None, **dict.fromkeys(_QUANTIZATION))
+        alone = AWQModifier(mappings=self.mappings, duo_scaling=self.duo_scaling, n_grid=self.n_grid, clip=self.clip)
         return [alone, QuantizationModifier(**given)]
 
     @property
@@ -77,8 +77,10 @@ class AWQModifier(ScalingTransform):
         return frozenset(("hessian", "absmean"))
 
     def factors(self, smoothing: Smoothing, layers: list[FutureLayer], inputs: InputStatistics) -> Tensor | None:
-        hessian = inputs.hessian()
-        width = group_width(layers[0].scheme, hessian.shape[0])
+        hessian, scheme = inputs.hessian(), layers[0].scheme
+        assert scheme is not None  # a quantizer follows
+        width = group_width(scheme, len(hessian))
+        width = len(hessian) if len(hessian) % width else width  # blocks of a weight need not fit
         magnitudes = smoothing.shared(inputs.absmean())
         weights = smoothing.shared(relative_magnitudes([layer.weight for layer in layers], width))
         layers = [layer.sampled() for layer in layers]

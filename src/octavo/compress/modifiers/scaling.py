@@ -124,6 +124,7 @@ class ScalingTransform(Transform):
         scaled: list[tuple[Smoothing, InputStatistics, Tensor | None]] = []
         for smoothing in self._smoothings[index]:
             seen = inputs.get(f"{name}.{smoothing.input}")
+            problem: str | None
             if seen is None or seen.tokens == 0:
                 factors, problem = None, f"no {'' if seen is None else 'finite '}calibration token reached its readers"
             else:
