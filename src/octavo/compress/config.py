@@ -22,8 +22,8 @@ class CompressConfig:
     )
     algorithm: str | None = setting(
         None,
-        "rtn rounds, gptq rounds with compensation; scaling of channels before either: awq, awq+gptq, and for activations "
-        "smoothquant+gptq; gptq if neither this nor a recipe is given",
+        "rtn rounds, gptq rounds with compensation; scaling of channels before either: awq, awq+gptq, and for "
+        "activations smoothquant+gptq; gptq if neither this nor a recipe is given",
         metavar="ALGORITHM",
     )
     recipe: str | None = setting(None, "YAML recipe instead of scheme and algorithm", metavar="FILE")
