@@ -171,3 +171,14 @@ def test_experts_without_a_kernel_are_requantized(tmp_path: Path) -> None:
     rounded = load(tmp_path / "plain", model_impl="native", quantization="w4a16")
     assert requantized.weight_bytes() == rounded.weight_bytes()
     assert torch.equal(run(requantized, tokens), run(rounded, tokens))
+
+
+def test_mixtrals_experts_may_have_the_names_of_all_others(tmp_path: Path) -> None:
+    """As LLM Compressor 0.14 writes them: in Mixtral's module, but as gate_proj, up_proj and down_proj."""
+    path, reference = write(MODELS["mixtral"], tmp_path, SCHEMES["W4A16"])
+    tensors, renamed = load_file(path / "model.safetensors"), {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    for old, new in renamed.items():
+        tensors = {name.replace(f".{old}.", f".{new}."): value for name, value in tensors.items()}
+    save_file(tensors, path / "model.safetensors")
+    tokens = random_tokens(SIZES["vocab_size"], 30, seed=3)
+    assert_close(run(load(path, model_impl="native"), tokens), reference_logits(reference, tokens), 1e-3)

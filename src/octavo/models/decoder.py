@@ -133,11 +133,12 @@ def feed_forward(index: int, config: DecoderConfig, source: WeightSource, layer:
 
 
 def expert_names(source: WeightSource, layer: str) -> ExpertNames:
-    """The names of a mixture: Mixtral's own, or those that all others have."""
+    """The names of a mixture: Mixtral's own, those that all others have, or LLM Compressor's blend for Mixtral."""
     mixtral = f"{layer}.block_sparse_moe"
-    if f"{mixtral}.gate.weight" in source.checkpoint:
-        return ExpertNames(mixtral, "w1", "w3", "w2")
-    return ExpertNames(f"{layer}.mlp")
+    if f"{mixtral}.gate.weight" not in source.checkpoint:
+        return ExpertNames(f"{layer}.mlp")
+    own = ExpertNames(mixtral, "w1", "w3", "w2")
+    return own if f"{mixtral}.experts.0.{own.gate}.weight" in source.checkpoint else ExpertNames(mixtral)
 
 
 class DecoderLM(CausalLM):
