@@ -10,7 +10,7 @@ from octavo.checkpoint.scheme import ActivationScheme, WeightScheme
 from octavo.compress.clipping import clipped
 from octavo.compress.observers import choose_grid
 from octavo.compress.rounding import dequantize, quantize
-from octavo.compress.simulation import FutureLayer, output_error, rounded_activations, weight_error
+from octavo.compress.simulation import FutureLayer, output_error, rounded_activations, simulated, weight_error
 from octavo.compress.smoothing import (
     awq_candidates,
     exact_for_norm,
@@ -147,3 +147,17 @@ def test_clipping_takes_the_best_bound_of_each_group() -> None:
     torch.testing.assert_close(errors(cut), torch.stack(tried).amin(dim=0), rtol=1e-4, atol=1e-3)
     assert errors(cut).sum() < errors(weight).sum()
     assert clipped(FutureLayer(weight, WeightScheme(8, strategy="tensor"), "minmax"), hessian) is weight
+
+
+def test_a_simulated_block_computes_as_if_quantized_and_is_itself_again() -> None:
+    inputs, block = outlier_inputs(), torch.nn.Sequential(torch.nn.Linear(64, 24, bias=False))
+    weight = block[0].weight.detach().clone()
+    layer = FutureLayer(weight, WeightScheme(8, strategy="channel", activations=ActivationScheme()), "minmax")
+    factors = torch.rand(64, generator=torch.Generator().manual_seed(2)) + 0.5
+    importance = inputs.square().sum(dim=0)
+    with torch.no_grad(), simulated(block, {"0": layer}, importance, factors):
+        error = float((block(inputs) - inputs @ weight.t()).square().sum())
+    expected = output_error([layer], inputs, [inputs @ weight.t()], importance, factors)
+    assert error == pytest.approx(expected, rel=1e-3)
+    assert torch.equal(block[0].weight, weight)
+    torch.testing.assert_close(block(inputs), inputs @ weight.t())

@@ -101,6 +101,16 @@ def test_outliers_move_into_weights() -> None:
     assert errors["auto"] < 0.5 * errors["none"]
 
 
+def test_factors_that_make_the_block_worse_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = torch.ones(64)
+    bad[::2] = 1e3  # columns of a weight so different that the smaller ones are rounded to nothing
+    monkeypatch.setattr("octavo.compress.modifiers.smoothquant._best_factors", lambda *given: bad)
+    model = family_model("llama")
+    norm = model.model.layers[0].input_layernorm.weight.clone()
+    smoothed(model, SmoothQuantModifier(mappings=[[["re:.*q_proj"], "re:.*input_layernorm"]]), GPTQModifier(**W8A8))
+    assert torch.equal(norm, model.model.layers[0].input_layernorm.weight)
+
+
 def test_ignored_layers_keep_their_weights() -> None:
     model = family_model("llama")
     block = model.model.layers[0]

@@ -5,11 +5,13 @@ The errors are sums over tokens of squared differences of the outputs, for layer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.checkpoint.scheme import ActivationScheme, WeightScheme
 from octavo.compress.number_formats import format_of
@@ -73,3 +75,33 @@ def rounded_activations(inputs: Tensor, scheme: ActivationScheme) -> Tensor:
     peak = inputs.abs().amax() if scheme.strategy == "tensor" else inputs.abs().amax(dim=-1, keepdim=True)
     scale = (peak / number.high).clamp_min(torch.finfo(torch.float32).tiny)
     return number.round_(inputs / scale) * scale
+
+
+@contextmanager
+def simulated(
+    block: nn.Module, layers: Mapping[str, FutureLayer], importance: Tensor, factors: Tensor
+) -> Iterator[None]:
+    """Layers of a block (by name), which read the same inputs, compute as if they were quantized after division of
+    the inputs by `factors` [K]; what makes the inputs stays as it is."""
+    kept, handles = {}, []
+    for name, layer in layers.items():
+        module: Any = block.get_submodule(name)
+        kept[name] = module.weight.data
+        module.weight.data = layer.rounded(importance, factors).div_(factors).to(module.weight.dtype)
+        activations = None if layer.scheme is None else layer.scheme.activations
+        if activations is not None:
+
+            def hook(
+                module: nn.Module, args: tuple[Any, ...], scheme: ActivationScheme = activations
+            ) -> tuple[Any, ...]:
+                rows = rounded_activations((args[0].float() / factors).flatten(0, -2), scheme) * factors
+                return (rows.view(args[0].shape).to(args[0].dtype), *args[1:])
+
+            handles.append(module.register_forward_pre_hook(hook))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name, weight in kept.items():
+            block.get_submodule(name).weight.data = weight  # type: ignore[union-attr, assignment]

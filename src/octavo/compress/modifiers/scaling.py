@@ -15,7 +15,7 @@ from octavo.compress.mappings import BlockCheck, Smoothing, find_smoothings, nor
 from octavo.compress.matching import check_all_match, matches, matches_any
 from octavo.compress.modifiers.base import Transform
 from octavo.compress.schemes import as_tuple
-from octavo.compress.simulation import FutureLayer
+from octavo.compress.simulation import FutureLayer, simulated
 from octavo.compress.statistics import InputStatistics
 from octavo.errors import UserError
 
@@ -35,6 +35,7 @@ class ScalingTransform(Transform):
     ignore: str | list[str] | None = None
 
     calibrated = True
+    verified = False  # whether factors are kept only where they help the block as a whole
 
     def __post_init__(self) -> None:
         self._patterns = None if self.mappings is None else [_pattern(mapping) for mapping in self.mappings]
@@ -145,12 +146,29 @@ class ScalingTransform(Transform):
         if not all(bool(torch.isfinite(layer.weight.sum(dtype=torch.float64))) for layer in layers.values()):
             return None, "weights that read it are not finite"
         factors = self.factors(smoothing, list(layers.values()), inputs)
-        return (None, None) if factors is None else self._apply(smoothing, block, factors)
+        if factors is None:
+            return None, None
+        if not bool(torch.isfinite(factors).all()):
+            return None, "its inputs gave no finite factors"
+        if self.verified and self._is_worse(block, layers, inputs, factors):
+            return None, "the quantized block would be worse"
+        return self._apply(smoothing, block, factors)
+
+    def _is_worse(
+        self, block: nn.Module, layers: dict[str, FutureLayer], inputs: InputStatistics, factors: Tensor
+    ) -> bool:
+        """Whether the output of the block, these layers quantized, is further off with the factors than without.
+
+        What comes after a layer (a norm, for instance) may weigh its errors differently than the search did.
+        """
+        errors = []
+        for tried in (torch.ones_like(factors), factors):
+            with simulated(block, layers, inputs.diagonal(), tried):
+                errors.append(self._check.difference(block))
+        return errors[1] > errors[0]
 
     def _apply(self, smoothing: Smoothing, block: nn.Module, factors: Tensor) -> tuple[Tensor | None, str | None]:
         """The factors that were applied; taken back, with the reason, where the block computes something else now."""
-        if not bool(torch.isfinite(factors).all()):
-            return None, "its inputs gave no finite factors"
         used = smoothing.apply(block, factors)
         change = self._check.difference(block)
         weight = block.get_parameter(smoothing.readers[0])

@@ -29,8 +29,8 @@ class SmoothQuantModifier(ScalingTransform):
     `smoothing_strength` between 0 and 1 uses its formula, with the range of the activations. "auto", the default, tries
     several strengths, with the range and with the root mean square of the activations, and takes what gives the least
     error of the quantized layers on some calibration tokens, weights and activations rounded; nothing if that is the
-    best. `algorithm` "log_equalization" has one formula and takes no strength. Besides the norms, values and the
-    projections up are smoothed, which is exact.
+    best, or if the block as a whole would be worse. `algorithm` "log_equalization" has one formula and takes no
+    strength. Besides the norms, values and the projections up are smoothed, which is exact.
     """
 
     smoothing_strength: float | str = "auto"
@@ -56,6 +56,10 @@ class SmoothQuantModifier(ScalingTransform):
     @property
     def kinds(self) -> frozenset[str]:
         return frozenset(("range", "diagonal", "rows") if self._is_searched() else ("range",))
+
+    @property
+    def verified(self) -> bool:  # type: ignore[override]
+        return self._is_searched()
 
     def _is_searched(self) -> bool:
         return self.algorithm == "smoothquant" and self.smoothing_strength == "auto" and bool(self._after)
