@@ -93,6 +93,7 @@ def solve(
         columns = _columns(targets, grids, scheme, order, factor, masks)
         codes = _round_all(columns, format_of(scheme), settings.block_size, order, sizes)
         left = columns.errors.square_().sum(dim=0).split(sizes)
+        del columns, factor  # they make room for what follows: gigabytes in an 8B model
     solutions = []
     for index, (target, grid, code) in enumerate(zip(targets, grids, codes, strict=True)):
         difference = dequantize(code, grid, scheme).sub_(target)
