@@ -117,3 +117,15 @@ def test_the_command_line_compresses_a_checkpoint(
     assert sum(points) == pytest.approx(gap, abs=0.3)
     assert all(layer["error"] < 0.2 for layer in report["layers"])
     assert {"config.json", "model.safetensors", "recipe.yaml", "tokenizer.json"} <= {p.name for p in tmp_path.iterdir()}
+
+
+def test_steps_of_every_kind_make_a_chain() -> None:
+    chain = modifiers_of(CompressConfig("m", "out", algorithm="spinquant+sparsegpt+gptq"))
+    assert [type(modifier).__name__ for modifier in chain] == [
+        "SpinQuantModifier", "SparseGPTModifier", "GPTQModifier",
+    ]  # fmt: skip
+    assert chain[1].mask_structure == "2:4"  # type: ignore[attr-defined]
+    assert [type(modifier).__name__ for modifier in modifiers_of(CompressConfig("m", "out", algorithm="wanda"))] == [
+        "WandaPruningModifier",
+        "QuantizationModifier",
+    ]

@@ -10,6 +10,9 @@ from octavo.compress.modifiers.base import Modifier
 from octavo.compress.modifiers.gptq import GPTQModifier
 from octavo.compress.modifiers.quantization import QuantizationModifier
 from octavo.compress.modifiers.smoothquant import SmoothQuantModifier
+from octavo.compress.modifiers.sparsegpt import SparseGPTModifier
+from octavo.compress.modifiers.spinquant import SpinQuantModifier
+from octavo.compress.modifiers.wanda import WandaPruningModifier
 from octavo.errors import UserError
 
 QUANTIZERS = ("rtn", "gptq")
@@ -20,7 +23,15 @@ STEPS: dict[str, Callable[[Mapping[str, Any]], Modifier]] = {
     "gptq": lambda quantizer: GPTQModifier(**quantizer),
     "awq": lambda quantizer: AWQModifier(),
     "smoothquant": lambda quantizer: SmoothQuantModifier(),
+    "spinquant": lambda quantizer: SpinQuantModifier(),
+    "sparsegpt": lambda quantizer: SparseGPTModifier(**_half_pruned(quantizer)),
+    "wanda": lambda quantizer: WandaPruningModifier(**_half_pruned(quantizer)),
 }
+
+
+def _half_pruned(quantizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Two weights of every four go, the form that hardware knows; a recipe says anything else."""
+    return {"sparsity": 0.5, "mask_structure": "2:4", "ignore": quantizer["ignore"]}
 
 
 def algorithm_chain(name: str) -> list[str]:
