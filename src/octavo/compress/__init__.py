@@ -1,4 +1,7 @@
-"""Compression of models: `oneshot` for Python, `run` for the command line. Nothing heavy is imported before use."""
+"""Compression of models. `octavo.oneshot` is the call for Python, `run` the one for the command line.
+
+Nothing heavy is imported before use.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from octavo.compress.command import run
     from octavo.compress.job import CompressionResult
-    from octavo.compress.oneshot import oneshot
 
-__all__ = ["CompressionResult", "oneshot", "run"]
-_HOMES = {"CompressionResult": "job", "oneshot": "oneshot", "run": "command"}
+__all__ = ["CompressionResult", "run"]
+_HOMES = {"CompressionResult": "job", "run": "command"}
 
 
 def __getattr__(name: str) -> Any:
