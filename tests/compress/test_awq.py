@@ -74,6 +74,21 @@ def test_rounding_after_awq_is_better_than_rounding(tmp_path: Path, clip: bool) 
     assert not [note for note in report["notes"] if "AWQ" in note]
 
 
+def test_clipping_is_left_out_before_gptq() -> None:
+    weights = {}
+    for name, clip, quantizer in (
+        ("gptq", None, GPTQModifier(**W4)),
+        ("gptq, not clipped", False, GPTQModifier(**W4)),
+        ("rounded", None, QuantizationModifier(**W4)),
+        ("rounded, not clipped", False, QuantizationModifier(**W4)),
+    ):
+        model = family_model("llama")
+        oneshot(model, dataset=token_samples(), recipe=[AWQModifier(clip=clip, n_grid=2), quantizer])
+        weights[name] = model.model.layers[0].mlp.down_proj.weight
+    assert torch.equal(weights["gptq"], weights["gptq, not clipped"])
+    assert not torch.equal(weights["rounded"], weights["rounded, not clipped"])
+
+
 @pytest.mark.parametrize(
     ("factor", "reason"),
     [(1e38, "no finite calibration token reached its readers"), (1e25, "its inputs gave no finite factors")],

@@ -33,7 +33,8 @@ class AWQModifier(ScalingTransform):
     taken. The error is computed from the inputs' second moments, tr((W' - W) X'X (W' - W)'), which is exact for all
     calibration tokens without running anything again, with the rounding of the quantizer that follows. `duo_scaling`:
     candidates from inputs and weights (True), from inputs alone (False), or half of each ("both", the default).
-    `clip` looks for groups whose largest weights are better cut off, after scaling.
+    `clip` looks for groups whose largest weights are better cut off, after scaling; None, the default, does so unless
+    GPTQ follows, which makes good for such errors itself and is better off with the weights as they are.
 
     With a `scheme` or `config_groups` (and `targets`, `ignore`, `group_size`, `weight_observer`), as in older recipes,
     it is the pair of AWQModifier and QuantizationModifier.
@@ -41,7 +42,7 @@ class AWQModifier(ScalingTransform):
 
     duo_scaling: bool | str = "both"
     n_grid: int = 20
-    clip: bool = False
+    clip: bool | None = None
     scheme: str | Mapping[str, Any] | None = None
     config_groups: Mapping[str, Any] | None = None
     targets: str | list[str] | None = None
@@ -72,6 +73,9 @@ class AWQModifier(ScalingTransform):
         alone = AWQModifier(mappings=self.mappings, duo_scaling=self.duo_scaling, n_grid=self.n_grid, clip=self.clip)
         return [alone, QuantizationModifier(**given)]
 
+    def _clips_before_rounding(self) -> bool:
+        return not any("hessian" in assignment.quantizer.statistics for assignment in self._after.values())
+
     @property
     def kinds(self) -> frozenset[str]:
         return frozenset(("hessian", "absmean"))
@@ -94,7 +98,7 @@ class AWQModifier(ScalingTransform):
     def finish(
         self, block: nn.Module, layers: dict[str, FutureLayer], inputs: InputStatistics, factors: Tensor | None
     ) -> None:
-        if not self.clip:
+        if not (self._clips_before_rounding() if self.clip is None else self.clip):
             return
         hessian = inputs.hessian() if factors is None else inputs.hessian() / factors.outer(factors)
         for name, layer in layers.items():
