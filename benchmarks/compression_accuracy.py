@@ -192,11 +192,11 @@ def _verdicts(table: np.ndarray, scores: np.ndarray, greedy: np.ndarray, by_leng
     return {"right": "".join(map(str, right)), "nll": round(float(np.mean(nll)), 5)}
 
 
-def score(scorer: Scorer, data: Any, limit: int | None = None) -> dict[str, Any]:
-    """Windows and tasks of a prepared file. `limit` takes the first windows and the first items only."""
+def score(scorer: Scorer, data: Any, limit: int | None = None, tasks: bool = True) -> dict[str, Any]:
+    """Windows and, with `tasks`, the tasks of a prepared file. `limit`: the first windows and items only."""
     result: dict[str, Any] = {"windows": [round(x, 6) for x in scorer.windows(data["windows"][:limit])]}
     for task in TASKS:
-        if f"{task}_table" in data:
+        if tasks and f"{task}_table" in data:
             table = data[f"{task}_table"]
             if limit is not None:
                 table = table[table[:, 0] < 10 * limit]

@@ -39,8 +39,9 @@ def jobs(models: dict[str, tuple[str, str]], args: argparse.Namespace) -> list[d
                 if not args.recipes or recipe in args.recipes:
                     wanted += [(tool, recipe, draw) for draw in range(args.draws if uses_data else 1)]
         for tool, recipe, draw in wanted:
-            job = {"tool": tool, "model": name, "recipe": recipe, "draw": draw}
-            found.append(job | {"directory": directory, "data": data, "limit": args.limit})
+            job: dict[str, Any] = {"tool": tool, "model": name, "recipe": recipe, "draw": draw}
+            job |= {"directory": directory, "data": data, "limit": args.limit, "tasks": draw < args.task_draws}
+            found.append(job)
     return sorted(found, key=lambda job: (job["draw"], -_cost(job["recipe"])))
 
 
@@ -179,6 +180,7 @@ def main() -> None:
     parser.add_argument("--tools", nargs="+", default=list(RECIPES), choices=list(RECIPES))
     parser.add_argument("--recipes", nargs="*", default=[], help=f"default: all, {', '.join(OPPONENTS)} and the peer's")
     parser.add_argument("--draws", type=int, default=3)
+    parser.add_argument("--task-draws", type=int, default=3, help="draws that are scored on tasks too (default: 3)")
     parser.add_argument("--limit", type=int, help="score that many windows, and ten times as many items a task")
     parser.add_argument("--octavo-workers", type=int, default=1)
     parser.add_argument("--peer-workers", type=int, default=1)

@@ -132,8 +132,9 @@ def task_table(results: Results, model: str) -> list[str]:
     head = ["recipe", "LLM Compressor's", *TASKS, "all four"]
     rows = []
     for ours, theirs in _opponents():
-        pairs = results.pairs(model, ours, theirs)
-        tasks = [task for task in TASKS if pairs and all(task in e for pair in pairs for e in pair)]
+        every = results.pairs(model, ours, theirs)
+        pairs = [pair for pair in every if all(task in e for task in TASKS for e in pair)]
+        tasks = [task for task in TASKS if pairs]
         if not tasks:
             continue
         row = [ours, theirs, *(_task_cell(pairs, task) if task in tasks else "-" for task in TASKS)]

@@ -3,8 +3,8 @@
 `compression_grid.py` starts it, once in Octavo's environment and once in LLM Compressor's, so that each tool imports
 its own libraries once. Both read the result with Octavo's reader, which has to be importable in both.
 
-Job: {"tool", "model", "recipe", "draw", "directory", "data", "limit"}. Result: the job's key, "seconds" to compress,
-"bytes" of all tensors and of the files, and what compression_accuracy.score gives; or "error".
+Job: {"tool", "model", "recipe", "draw", "directory", "data", "limit", "tasks"}. Result: the job's key,
+"seconds" to compress, "bytes" of all tensors and of the files, and what compression_accuracy.score gives; or "error".
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Worker:
             started = time.perf_counter()
             scorer = self._scorer(job["directory"])
             scorer.load(checkpoint)
-            result |= score(scorer, data, job.get("limit"))
+            result |= score(scorer, data, job["limit"], job["tasks"])
             result["scoring_seconds"] = round(time.perf_counter() - started, 2)
         except Exception:  # the grid goes on; the result says what went wrong
             result["error"] = traceback.format_exc()[-2000:]

@@ -139,10 +139,13 @@ def test_a_grid_goes_on_after_a_torn_line_and_repeats_errors(tmp_path: Path) -> 
     good, failed = entry("octavo", 0, [1.0]), {**entry("peer", 0, [1.0]), "error": "no"}
     path.write_text("\n".join([json.dumps(good), json.dumps(failed), '{"tool": "oct']))
     assert compression_grid.read_results(path) == [good]
-    args = argparse.Namespace(tools=["octavo", "peer"], recipes=["rtn-w4", "gptq-w4"], draws=3, limit=None)
+    args = argparse.Namespace(
+        tools=["octavo", "peer"], recipes=["rtn-w4", "gptq-w4"], draws=3, task_draws=1, limit=None
+    )
     jobs = [compression_grid.key(job) for job in compression_grid.jobs({"m": ("model", "data")}, args)]
     assert len(jobs) == len(set(jobs)) == 1 + 2 * (1 + 3)
     assert jobs[0] == ("octavo", "m", "none", 0)
+    assert all(job["tasks"] == (job["draw"] == 0) for job in compression_grid.jobs({"m": ("model", "data")}, args))
 
 
 def test_sizes_leave_headers_out(tmp_path: Path) -> None:
