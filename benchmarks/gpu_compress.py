@@ -33,9 +33,10 @@ import torch
 from safetensors.torch import save_file
 
 from octavo.compress.calibration import CalibrationSpec
+from octavo.compress.checkpoint_source import CheckpointSource
 from octavo.compress.empty_model import empty_model
 from octavo.compress.job import CompressionJob
-from octavo.compress.model_source import CheckpointSource, open_source
+from octavo.compress.open_source import open_source
 from octavo.modifiers import GPTQModifier
 
 

@@ -16,8 +16,9 @@ import torch
 from tiny_models import tiny_model, token_samples
 
 from octavo.compress.estimate import Needs, check
-from octavo.compress.model_source import LoadedSource, open_source
+from octavo.compress.loaded_source import LoadedSource
 from octavo.compress.oneshot import oneshot
+from octavo.compress.open_source import open_source
 from octavo.compress.work_folder import FOLDER, WorkFolder
 from octavo.errors import CapacityError, CheckpointError, UnsupportedModelError, UserError
 from octavo.modifiers import GPTQModifier, QuantizationModifier

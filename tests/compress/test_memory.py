@@ -14,9 +14,10 @@ from octavo.checkpoint.reader import open_checkpoint
 from octavo.compress.assignment import make_plan
 from octavo.compress.blocks import find_blocks
 from octavo.compress.calibration import CalibrationSpec
+from octavo.compress.checkpoint_source import CheckpointSource
 from octavo.compress.estimate import estimate
 from octavo.compress.job import CompressionJob
-from octavo.compress.model_source import CheckpointSource, open_source
+from octavo.compress.open_source import open_source
 from octavo.compress.walker import BlockWalker, Keep
 from octavo.errors import UserError
 from octavo.modifiers import GPTQModifier

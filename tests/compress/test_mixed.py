@@ -20,8 +20,9 @@ from octavo.compress import run
 from octavo.compress.assignment import make_plan
 from octavo.compress.bit_allocation import Target, allocate, least_budget, parse_target, predicted_loss, total_size
 from octavo.compress.blocks import find_blocks
+from octavo.compress.checkpoint_source import CheckpointSource
 from octavo.compress.config import CompressConfig
-from octavo.compress.model_source import CheckpointSource, LoadedSource
+from octavo.compress.loaded_source import LoadedSource
 from octavo.compress.observers import choose_grid
 from octavo.compress.rounding import dequantize, quantize
 from octavo.compress.sensitivity import Unit, mean_loss, measure

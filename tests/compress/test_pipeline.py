@@ -13,8 +13,10 @@ from tiny_models import tiny_model, token_samples
 from torch import nn
 
 from octavo.compress.blocks import find_blocks
-from octavo.compress.model_source import CheckpointSource, LoadedSource, open_source
+from octavo.compress.checkpoint_source import CheckpointSource
+from octavo.compress.loaded_source import LoadedSource
 from octavo.compress.oneshot import oneshot
+from octavo.compress.open_source import open_source
 from octavo.compress.walker import BlockWalker
 from octavo.errors import CheckpointError, UnsupportedModelError, UserError
 from octavo.modifiers import GPTQModifier, QuantizationModifier
@@ -288,7 +290,7 @@ def test_a_group_size_that_fits_nothing_is_found_before_a_model_is_loaded_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny_model("gpt_neox").save_pretrained(tmp_path)
-    monkeypatch.setattr("octavo.compress.model_source._load_whole", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr("octavo.compress.open_source._load_whole", lambda *_: pytest.fail("it was loaded"))
     with pytest.raises(UserError, match="group size 7 does not divide"):
         oneshot(str(tmp_path), recipe=QuantizationModifier(scheme="W4A16", group_size=7))
 

@@ -10,7 +10,7 @@ from tiny_models import tiny_model, token_samples
 from torch import Tensor, nn
 
 from octavo.compress.blocks import Blocks, find_blocks
-from octavo.compress.model_source import LoadedSource
+from octavo.compress.loaded_source import LoadedSource
 from octavo.compress.modifiers.base import Transform
 from octavo.compress.modifiers.quip import QuIPModifier
 from octavo.compress.modifiers.spinquant import SpinQuantModifier

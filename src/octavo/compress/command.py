@@ -13,8 +13,9 @@ from octavo.compress.calibration import CalibrationSpec
 from octavo.compress.config import CompressConfig
 from octavo.compress.job import CompressionJob, CompressionResult, plan_of
 from octavo.compress.mixed import MixedPrecision, for_perplexity, for_size
-from octavo.compress.model_source import ModelSource, open_source
+from octavo.compress.model_source import ModelSource
 from octavo.compress.modifiers.base import Modifier
+from octavo.compress.open_source import open_source
 from octavo.compress.recipe import parse_recipe
 from octavo.compress.report import report_lines
 from octavo.errors import UserError

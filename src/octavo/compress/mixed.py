@@ -25,9 +25,10 @@ from octavo.compress.assignment import Plan, make_plan
 from octavo.compress.bit_allocation import Target, Widths, allocate, least_budget, predicted_loss, total_size
 from octavo.compress.blocks import find_blocks
 from octavo.compress.calibration import CalibrationData, CalibrationSpec, load_calibration
+from octavo.compress.checkpoint_source import CheckpointSource
 from octavo.compress.export import CONFIG, REPORT
 from octavo.compress.job import CompressionJob, CompressionResult
-from octavo.compress.model_source import CheckpointSource, ModelSource
+from octavo.compress.model_source import ModelSource
 from octavo.compress.modifiers.base import Modifier
 from octavo.compress.modifiers.quantization import QuantizationModifier
 from octavo.compress.recipe import dump_recipe

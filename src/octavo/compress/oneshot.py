@@ -8,7 +8,7 @@ from typing import Any
 from octavo.checkpoint.reader import load_tokenizer
 from octavo.compress.calibration import CalibrationSpec
 from octavo.compress.job import CompressionJob, plan_of
-from octavo.compress.model_source import open_source
+from octavo.compress.open_source import open_source
 from octavo.compress.recipe import parse_recipe
 from octavo.errors import UserError
 
