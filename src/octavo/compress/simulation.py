@@ -18,7 +18,7 @@ from octavo.compress.number_formats import format_of
 from octavo.compress.observers import choose_grid
 from octavo.compress.rounding import dequantize, global_scale, quantize
 
-_ROWS = 1024  # rows of a weight that stand for all of it: a row's error does not depend on the others
+_ROWS = 512  # rows of a weight that stand for all of it: a row's error does not depend on the others
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FutureLayer:
     observer: str
 
     def sampled(self) -> FutureLayer:
-        """The same with at most about a thousand of its rows, where rows have scales of their own."""
+        """The same with some five hundred to a thousand of its rows, where rows have scales of their own."""
         step = len(self.weight) // _ROWS
         if step < 2 or self.scheme is None or self.scheme.strategy not in ("group", "channel"):
             return self
