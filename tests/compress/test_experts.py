@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,16 @@ def test_a_loaded_mixture_gives_the_same_files(tmp_path: Path) -> None:
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """A row of a product then rounds by how many rows there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_a_mixture_is_resumed_after_a_crash(
     batch_size: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -169,29 +169,38 @@ class BlockPipeline:
             self._read(index)
         torch.manual_seed(self.seed + index)
         notes = [note for transform in self.plan.transforms for note in self._transform(index, transform)]
-        layers = {full: module for full, module in self.blocks.linears(index) if full in self.plan.layers}
+        layers = self._layers(index)
         quantized = {full for full in layers if self.plan.layers[full].quantizer is not None}
         self._settle(self.blocks.modules[index], self.blocks.name(index), tuple(f"{full}.weight" for full in quantized))
         return layers, notes
 
+    def _layers(self, index: int) -> Group:
+        """The layers of block `index` that are to change."""
+        return {full: module for full, module in self.blocks.linears(index) if full in self.plan.layers}
+
     def _finished_block(self, index: int, done: StoredBlock, is_read: bool) -> list[LayerResult]:
         """Go through a block of an interrupted run, whose weights are restored.
 
-        What runs beside it has to see it as it was before, transforms and all, which look at the same inputs again.
+        What runs beside it has to see it as it was before, transforms and all, which look at the same inputs again. An
+        expert that is watched runs on all tokens, of which products round otherwise, so the same layers are watched.
         """
         block, name = self.blocks.modules[index], self.blocks.name(index)
         self._progress(index, "going through finished blocks")
+        groups = self._groups(index, self._layers(index))
+        in_one_pass = len(self.batches) == 1
         if self._exact is not None:
             self._prepare(index)
+            watched = groups if in_one_pass or not groups else in_stages(groups)[-1]
             for batch in range(len(self.batches)):
                 with self.phases("forward"):
-                    self._exact.advance(index, batch)
+                    self._exact.advance(index, batch, watched)
         if is_read:
             with self.phases("read"):
                 self.source.fill(block, name)
                 done.restore(block, name)
         self.notes += done.notes
-        self._advance(index)
+        with hooked(groups if in_one_pass else [], lambda group, inputs: None):
+            self._advance(index)
         return done.results
 
     def _transform(self, index: int, transform: Transform) -> list[str]:
