@@ -25,6 +25,7 @@ from torch import Tensor
 
 from octavo.ops.cuda import compiler, linear_w4
 from octavo.ops.cuda.linear_w4 import Sizes
+from octavo.ops.triton import runtime
 from octavo.ops.triton.weights import TritonCodes, TritonWeight
 
 BANDWIDTH = 4.3e12
@@ -138,7 +139,11 @@ def layer_times(rows: int, layers: list[list[TritonCodes]], shapes: Any, chosen:
                 if kernel == "triton":
                     TritonWeight.few(weight, x, gate=gate)
                 else:
-                    sizes = chosen[rows, n, k] if kernel == "best" else linear_w4.sizes_for(rows, weight.shape[0], k)
+                    sizes = (
+                        chosen[rows, n, k]
+                        if kernel == "best"
+                        else linear_w4.sizes_for(rows, weight.shape[0], k, runtime.num_multiprocessors(x.device))
+                    )
                     _product(x, gate, sizes, weight)
 
         return seconds_each([functools.partial(layer, weights) for weights in layers]) * 1e6

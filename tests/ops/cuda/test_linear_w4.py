@@ -130,7 +130,7 @@ def test_products_on_the_gpu(rows: int, has_norm: bool, gate: str | None, group:
 
 
 def test_sizes_fill_the_gpu_with_equal_parts() -> None:
-    """The products of an 8B model: fused q, k and v; output; gate and up; down."""
+    """The products of an 8B model on 132 multiprocessors: fused q, k and v; output; gate and up; down."""
     shapes = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-    assert [linear_w4.sizes_for(8, n, k).parts for n, k in shapes] == [4, 8, 1, 8]
-    assert [linear_w4.sizes_for(rows, 4096, 4096).nt for rows in (2, 8, 9, 16)] == [1, 1, 2, 2]
+    assert [linear_w4.sizes_for(8, n, k, 132).parts for n, k in shapes] == [4, 8, 1, 8]
+    assert [linear_w4.sizes_for(rows, 4096, 4096, 132).nt for rows in (2, 8, 9, 16)] == [1, 1, 2, 2]

@@ -14,7 +14,6 @@ from octavo.ops.triton import runtime
 MOST_ROWS = 16  # from there on Triton's kernel is as fast: the larger products of wgmma make good for what it wastes
 NORMED_ROWS = 8  # with a norm, more rows cost more instructions than a launch of its own costs time
 _UNIT = 128  # columns
-_MULTIPROCESSORS = 132
 _ACTIVATIONS = {None: 0, "silu": 0, "gelu_tanh": 1}
 _STEPS_A_GROUP = {32: 2, 64: 4}  # of 16 columns; larger groups count as one unit
 _UNIT_GROUPS = {_UNIT << shift: shift for shift in range(12)}
@@ -83,14 +82,14 @@ def group_shift(columns: int, groups: int) -> int:
     return _UNIT_GROUPS.get(columns // groups, 0)
 
 
-def sizes_for(rows: int, n: int, columns: int) -> Sizes:
+def sizes_for(rows: int, n: int, columns: int, multiprocessors: int) -> Sizes:
     """Sizes for `rows` of x and a weight with `n` rows in all: two blocks a multiprocessor, equal parts of K.
 
     Measured on an H200 with `benchmarks/gpu_w4.py` (2026-11-30); other blocks gained 3 % at most for some shapes.
     """
     mt, rw, kw, ahead = 2, 4, 2, 2
     tiles, units = -(-n // (16 * mt * rw)), columns // _UNIT
-    most = max(1, min(2 * _MULTIPROCESSORS // tiles, units // (kw * ahead)))
+    most = max(1, min(2 * multiprocessors // tiles, units // (kw * ahead)))
     parts = next(parts for parts in range(most, 0, -1) if units % parts == 0)
     return Sizes(1 if rows <= 8 else 2, mt, rw, kw, ahead, kw * ahead, parts)
 
@@ -111,7 +110,7 @@ def few_rows(
     rows, k = x.shape
     n = weight.shape[0] if gate is None else weight.shape[0] // 2
     if sizes is None:
-        sizes = sizes_for(rows, weight.shape[0], k)
+        sizes = sizes_for(rows, weight.shape[0], k, runtime.num_multiprocessors(x.device))
     width = sizes.rows if gate is None else sizes.rows // 2
     tiles, units = -(-n // width), k // _UNIT
     out = torch.empty((rows, n), dtype=out_dtype, device=x.device)
