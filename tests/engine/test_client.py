@@ -55,7 +55,8 @@ def test_requests_aborts_errors_and_death(tiny_llama: Path) -> None:
         answers = await asyncio.gather(*(collect(client, str(i), p) for i, p in enumerate(prompts)))
         assert answers == expected
         assert 1 < client.stats().peak_running <= 5  # though they are over by now
-        await until(lambda: client.stats().peak_running == 0)
+        assert client.stats().peak_kv_usage > 0
+        await until(lambda: client.stats().peak_running == 0 and client.stats().peak_kv_usage == 0)
         # An iterator that is left early aborts the request in the engine.
         long = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
         async for _ in client.generate("left", [1, 2, 3], long):

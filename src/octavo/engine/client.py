@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Self
@@ -23,6 +22,7 @@ from octavo.engine.config import EngineConfig
 from octavo.engine.mailbox import Mailbox
 from octavo.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats
 from octavo.engine.protocol import Failure, ToEngine, decode_from_engine, encode, encode_config
+from octavo.engine.recent_peak import RecentPeak
 from octavo.errors import EngineDeadError, OctavoError, UserError
 
 STALL_SECONDS = 10.0
@@ -42,7 +42,7 @@ class EngineClient:
         self._folder = folder
         self._queues: dict[str, Mailbox] = {}
         self._stats = EngineStats()
-        self._peaks: deque[tuple[float, int]] = deque()  # times of snapshots and their `peak_running`
+        self._peak_running, self._peak_kv_usage = RecentPeak(PEAK_SECONDS), RecentPeak(PEAK_SECONDS)
         self._heard = time.monotonic()
         self._slowest_step = 0.0
         self._tasks: list[asyncio.Task[None]] = []
@@ -138,12 +138,11 @@ class EngineClient:
     def stats(self) -> EngineStats:
         """The newest snapshot of the engine (at most half a second old while it is idle).
 
-        Its `peak_running` is that of the last PEAK_SECONDS.
+        Its peaks are those of the last PEAK_SECONDS.
         """
-        stats, oldest = self._stats, time.monotonic() - PEAK_SECONDS
-        while self._peaks and self._peaks[0][0] < oldest:
-            self._peaks.popleft()
-        stats.peak_running = max((peak for _, peak in self._peaks), default=stats.running)
+        stats = self._stats
+        stats.peak_running = int(self._peak_running.most(default=stats.running))
+        stats.peak_kv_usage = self._peak_kv_usage.most(default=stats.kv_usage)
         return stats
 
     @property
@@ -193,10 +192,8 @@ class EngineClient:
         self._heard = time.monotonic()
 
     def _take_stats(self, stats: EngineStats) -> None:
-        """Keep a snapshot; in the queue of peaks those stay that no later one exceeds."""
-        while self._peaks and self._peaks[-1][1] <= stats.peak_running:
-            self._peaks.pop()
-        self._peaks.append((time.monotonic(), stats.peak_running))
+        self._peak_running.add(stats.peak_running)
+        self._peak_kv_usage.add(stats.peak_kv_usage)
         self._stats = stats
 
     async def _send(self, message: ToEngine) -> None:

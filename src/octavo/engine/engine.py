@@ -74,7 +74,7 @@ class Engine:
         self._requests: dict[str, _Progress] = {}
         self._num_added = 0
         self._stats = EngineStats()
-        self._peak_running = 0  # since the last snapshot
+        self._peak_running, self._peak_kv_usage = 0, 0.0  # since the last snapshot
         self.info = _describe(config, loaded, plan, limits)
         self.info.load_seconds = time.perf_counter() - begin
 
@@ -144,6 +144,7 @@ class Engine:
         step = self._scheduler.schedule()
         if step is not None:
             self._peak_running = max(self._peak_running, len(self._scheduler.states.running()))
+            self._peak_kv_usage = max(self._peak_kv_usage, self._scheduler.cache.pool.usage)
             outputs += self._launch(step)
         if self._in_flight and (step is None or len(self._in_flight) >= depth):
             outputs += self._collect()
@@ -199,9 +200,10 @@ class Engine:
         return outputs
 
     def stats(self) -> EngineStats:
-        """A snapshot of the scheduler's state and the counters; the peak counts anew from here."""
+        """A snapshot of the scheduler's state and the counters; the peaks count anew from here."""
         now, stats = self._scheduler.stats(), self._stats
         stats.peak_running, self._peak_running = max(now.running, self._peak_running), 0
+        stats.peak_kv_usage, self._peak_kv_usage = max(now.kv_usage, self._peak_kv_usage), 0.0
         stats.running, stats.waiting, stats.kv_usage = now.running, now.waiting, now.kv_usage
         stats.prefix_queries, stats.prefix_hits = now.prefix_queries, now.prefix_hits
         stats.preemptions = now.preemptions

@@ -49,13 +49,14 @@ class EngineOutput:
 class EngineStats:
     """A snapshot for metrics; counters count since the engine started.
 
-    `peak_running` is the most that ran in one step since the snapshot before: short requests come and go in between.
+    Peaks are the most in one step since the snapshot before: short requests come and go in between.
     """
 
     running: int = 0
     peak_running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
+    peak_kv_usage: float = 0.0
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0

@@ -62,9 +62,12 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         lambda s: s.peak_running,
     ),
     "num_requests_waiting": ("Requests that wait for room", lambda s: s.waiting),
-    "kv_cache_usage_perc": ("Share of the KV cache in use, 0 to 1", lambda s: s.kv_usage),
-    "gpu_cache_usage_perc": ("Older name of kv_cache_usage_perc, whatever the device", lambda s: s.kv_usage),
-    "cpu_cache_usage_perc": ("Older name of kv_cache_usage_perc, whatever the device", lambda s: s.kv_usage),
+    "kv_cache_usage_perc": (
+        "Share of the KV cache in use, 0 to 1, the most of the last half second",
+        lambda s: s.peak_kv_usage,
+    ),
+    "gpu_cache_usage_perc": ("Older name of kv_cache_usage_perc, whatever the device", lambda s: s.peak_kv_usage),
+    "cpu_cache_usage_perc": ("Older name of kv_cache_usage_perc, whatever the device", lambda s: s.peak_kv_usage),
 }
 _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prompt_tokens": ("Prompt tokens of the requests that were prefilled", lambda s: s.prompt_tokens),
