@@ -6,7 +6,8 @@
 A model is NAME=CHECKPOINT:PREPARED, the last written by `compression_accuracy.py prepare`. Every finished job is one
 line of the results file; a job that is there (without an error) is not run again, so the same command goes on after an
 interruption. No job is begun after --minutes, and those under way are ended a little later. Workers share the GPUs that
-there are, in turn; each has --threads CPU threads. Seconds in the results are of a busy machine: not for publication.
+there are, by NVIDIA's multi-process service where it is installed; each has --threads CPU threads. Seconds in the
+results are of a busy machine: not for publication.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from compression_recipes import KEY, OPPONENTS, RECIPES, parse
+from mps import multi_process_service
 
 GRACE = 45.0  # seconds for jobs under way once the time is up
 COST = {"awq": 3, "gptq": 2, "w8a8": 2}  # longer ones first, so that none is left over at the end
@@ -35,9 +37,9 @@ def jobs(models: dict[str, tuple[str, str]], args: argparse.Namespace) -> list[d
     for name, (directory, data) in models.items():
         wanted = [("octavo", "none", 0)]
         for tool in args.tools:
-            for recipe, uses_data in RECIPES[tool].items():
+            for recipe, draws in RECIPES[tool].items():
                 if not args.recipes or recipe in args.recipes:
-                    wanted += [(tool, recipe, draw) for draw in range(args.draws if uses_data else 1)]
+                    wanted += [(tool, recipe, draw) for draw in range(min(args.draws, draws) or 1)]
         for tool, recipe, draw in wanted:
             job: dict[str, Any] = {"tool": tool, "model": name, "recipe": recipe, "draw": draw}
             job |= {"directory": directory, "data": data, "limit": args.limit, "tasks": draw < args.task_draws}
@@ -71,10 +73,12 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 class Grid:
     """Hands jobs to worker processes and writes what they answer."""
 
-    def __init__(self, todo: list[dict[str, Any]], args: argparse.Namespace, scratch: Path) -> None:
+    def __init__(
+        self, todo: list[dict[str, Any]], args: argparse.Namespace, scratch: Path, sharing: dict[str, str]
+    ) -> None:
         self.queues = {tool: deque(job for job in todo if job["tool"] == tool) for tool in RECIPES}
         self.total, self.done, self.failed = len(todo), 0, 0
-        self.args, self.scratch = args, scratch
+        self.args, self.scratch, self.sharing = args, scratch, sharing
         self.lock = threading.Lock()
         self.ends = time.monotonic() + args.minutes * 60
         self.running: set[subprocess.Popen[str]] = set()
@@ -112,7 +116,8 @@ class Grid:
             return self.queues[tool].popleft()
 
     def _start(self, tool: str, number: int) -> subprocess.Popen[str]:
-        environment = os.environ | {
+        environment = os.environ | self.sharing
+        environment |= {
             "OMP_NUM_THREADS": str(self.args.threads),
             "MKL_NUM_THREADS": str(self.args.threads),
             "TOKENIZERS_PARALLELISM": "false",
@@ -180,7 +185,7 @@ def main() -> None:
     parser.add_argument("--tools", nargs="+", default=list(RECIPES), choices=list(RECIPES))
     parser.add_argument("--recipes", nargs="*", default=[], help=f"default: all, {', '.join(OPPONENTS)} and the peer's")
     parser.add_argument("--draws", type=int, default=3)
-    parser.add_argument("--task-draws", type=int, default=3, help="draws that are scored on tasks too (default: 3)")
+    parser.add_argument("--task-draws", type=int, default=1, help="draws that are scored on tasks too (default: 1)")
     parser.add_argument("--limit", type=int, help="score that many windows, and ten times as many items a task")
     parser.add_argument("--octavo-workers", type=int, default=1)
     parser.add_argument("--peer-workers", type=int, default=1)
@@ -201,8 +206,8 @@ def main() -> None:
     finished = {key(entry) for entry in read_results(args.results)}
     todo = [job for job in jobs(models, args) if key(job) not in finished]
     print(f"{len(todo)} jobs, {len(finished)} results already there", flush=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        grid = Grid(todo, args, Path(scratch))
+    with tempfile.TemporaryDirectory() as scratch, multi_process_service() as sharing:
+        grid = Grid(todo, args, Path(scratch), sharing)
         grid.run()
     print(f"{grid.done} of {grid.total} jobs done, {grid.failed} with an error", flush=True)
 

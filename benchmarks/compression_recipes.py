@@ -19,25 +19,27 @@ GEMMA_SMOOTHING = [
     (["re:.*gate_proj", "re:.*up_proj"], "re:.*pre_feedforward_layernorm"),
 ]
 
-# Recipe -> whether it looks at calibration text: one that doesn't is the same for every draw.
+# Recipe -> how many draws of calibration windows it is run on: 0 for one that doesn't look at any, so is run once and
+# stands for every draw; 1 for what is only shown beside the recipes that count.
 OCTAVO_RECIPES = {
-    "rtn-w4": False, "rtn-w3": False,
-    "rtn-mse-w4": False, "rtn-mse-w3": False,
-    "rtn-imatrix-w4": True, "rtn-imatrix-w3": True,
-    "gptq-w4": True, "gptq-w3": True,
-    "gptq-noalign-w4": True, "gptq-noalign-w3": True,
-    "awq-w4": True, "awq-w3": True,
-    "awq-gptq-w4": True, "awq-gptq-w3": True,
-    "w8a8": True, "w8a8-gptq": True,
+    "rtn-w4": 0, "rtn-w3": 0,
+    "rtn-mse-w4": 0, "rtn-mse-w3": 0,
+    "rtn-imatrix-w4": 3, "rtn-imatrix-w3": 3,
+    "gptq-w4": 3, "gptq-w3": 3,
+    "gptq-noalign-w4": 1, "gptq-noalign-w3": 1,
+    "awq-w4": 3, "awq-w3": 3,
+    "awq-gptq-w4": 3, "awq-gptq-w3": 1,
+    "w8a8": 3, "w8a8-gptq": 1,
 }  # fmt: skip
 PEER_RECIPES = {
-    "rtn-w4": False, "rtn-w3": False,
-    "rtn-mse-w4": False, "rtn-mse-w3": False,
-    "rtn-imatrix-w4": True, "rtn-imatrix-w3": True,
-    "gptq-w4": True, "gptq-w3": True,
-    "gptq-imatrix-w4": True, "gptq-imatrix-w3": True,
-    "awq-w4": True, "awq-w3": True,
-    "w8a8": True, "w8a8-gptq": True,
+    "rtn-w4": 0, "rtn-w3": 0,
+    "rtn-mse-w4": 0, "rtn-mse-w3": 0,
+    "rtn-imatrix-w4": 3, "rtn-imatrix-w3": 3,
+    "gptq-w4": 1, "gptq-w3": 1,
+    "gptq-imatrix-w4": 3, "gptq-imatrix-w3": 3,
+    "awq-w4": 1, "awq-w3": 1,
+    "awq-imatrix-w4": 3, "awq-imatrix-w3": 3,
+    "w8a8": 3, "w8a8-imatrix": 1, "w8a8-gptq": 3,
 }  # fmt: skip
 RECIPES = {"octavo": OCTAVO_RECIPES, "peer": PEER_RECIPES}
 
@@ -49,16 +51,16 @@ OPPONENTS = {
     "rtn-imatrix-w4": ("rtn-imatrix-w4",),
     "gptq-w4": ("gptq-imatrix-w4", "gptq-w4"),
     "gptq-noalign-w4": ("gptq-imatrix-w4",),
-    "awq-w4": ("awq-w4",),
-    "awq-gptq-w4": ("gptq-imatrix-w4", "awq-w4"),
+    "awq-w4": ("awq-imatrix-w4", "awq-w4"),
+    "awq-gptq-w4": ("gptq-imatrix-w4",),
     "rtn-w3": ("rtn-mse-w3", "rtn-w3"),
     "rtn-mse-w3": ("rtn-mse-w3",),
     "rtn-imatrix-w3": ("rtn-imatrix-w3",),
     "gptq-w3": ("gptq-imatrix-w3", "gptq-w3"),
     "gptq-noalign-w3": ("gptq-imatrix-w3",),
-    "awq-w3": ("awq-w3",),
-    "awq-gptq-w3": ("gptq-imatrix-w3", "awq-w3"),
-    "w8a8": ("w8a8", "w8a8-gptq"),
+    "awq-w3": ("awq-imatrix-w3", "awq-w3"),
+    "awq-gptq-w3": ("gptq-imatrix-w3",),
+    "w8a8": ("w8a8", "w8a8-imatrix", "w8a8-gptq"),
     "w8a8-gptq": ("w8a8-gptq",),
 }
 
@@ -115,8 +117,10 @@ def peer_recipe(recipe: str, model_type: str) -> list[Any]:
     method, bits = parse(recipe)
     if bits == 8:
         mappings = GEMMA_SMOOTHING if model_type.startswith("gemma") else None
-        smooth = [SmoothQuantModifier(smoothing_strength=SMOOTHING, mappings=mappings)] if method == "w8a8" else []
-        return [*smooth, GPTQModifier(targets="Linear", scheme="W8A8", ignore=IGNORE)]
+        smooth = [SmoothQuantModifier(smoothing_strength=SMOOTHING, mappings=mappings)]
+        observed = {"observer": {"weights": "imatrix_mse"}} if method == "w8a8-imatrix" else {}
+        quantizer = GPTQModifier(targets="Linear", scheme="W8A8", ignore=IGNORE, **observed)
+        return [quantizer] if method == "w8a8-gptq" else [*smooth, quantizer]
     kind, _, observer = method.partition("-")
     more: dict[str, Any] = (
         {"observer": {"mse": "memoryless_mse", "imatrix": "imatrix_mse"}[observer]} if observer else {}

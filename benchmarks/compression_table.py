@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from compression_grid import read_results
-from compression_recipes import OPPONENTS
+from compression_recipes import OPPONENTS, RECIPES
 from compression_tasks import TASKS
 
 RESAMPLES = 4000
@@ -38,11 +38,12 @@ class Results:
         return {key[3]: e for key, e in self.entries.items() if key[:3] == (tool, model, recipe)}
 
     def pairs(self, model: str, ours: str, theirs: str) -> list[tuple[Result, Result]]:
-        """Octavo's and the peer's results of the same draws; a single one is paired with each of the other's."""
+        """Octavo's and the peer's results of the same draws; one without data is paired with each of the other's."""
         left, right = self.find("octavo", model, ours), self.find("peer", model, theirs)
         if not left or not right:
             return []
-        draws = sorted(set(left) & set(right)) if min(len(left), len(right)) > 1 else sorted(set(left) | set(right))
+        fixed = not RECIPES["octavo"][ours] or not RECIPES["peer"][theirs]
+        draws = sorted(set(left) | set(right)) if fixed else sorted(set(left) & set(right))
         return [(_of(left, draw), _of(right, draw)) for draw in draws]
 
 

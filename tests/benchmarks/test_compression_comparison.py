@@ -112,6 +112,8 @@ def test_pairs_are_of_one_draw_and_a_recipe_without_data_stands_for_all() -> Non
     paired = compression_table.nll_matrix(results.pairs("m", "gptq-w4", "gptq-w4"))
     assert paired.tolist() == [[1, 1], [2, 2]]
     assert len(results.pairs("m", "gptq-w4", "rtn-w4")) == 3
+    once = compression_table.Results([*entries, entry("peer", 1, [0, 0], recipe="awq-w4")])
+    assert compression_table.nll_matrix(once.pairs("m", "gptq-w4", "awq-w4")).tolist() == [[1, 1]]
     assert results.pairs("m", "awq-w4", "awq-w4") == []
 
 
@@ -143,7 +145,7 @@ def test_a_grid_goes_on_after_a_torn_line_and_repeats_errors(tmp_path: Path) -> 
         tools=["octavo", "peer"], recipes=["rtn-w4", "gptq-w4"], draws=3, task_draws=1, limit=None
     )
     jobs = [compression_grid.key(job) for job in compression_grid.jobs({"m": ("model", "data")}, args)]
-    assert len(jobs) == len(set(jobs)) == 1 + 2 * (1 + 3)
+    assert len(jobs) == len(set(jobs)) == 1 + (1 + 3) + (1 + 1)  # the peer's plain GPTQ is shown for one draw
     assert jobs[0] == ("octavo", "m", "none", 0)
     assert all(job["tasks"] == (job["draw"] == 0) for job in compression_grid.jobs({"m": ("model", "data")}, args))
 
