@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import tiny_model, token_samples
+from torch.profiler import ProfilerActivity, profile
 
 from octavo.checkpoint.reader import open_checkpoint
 from octavo.compress.assignment import make_plan
@@ -17,9 +19,10 @@ from octavo.compress.calibration import CalibrationSpec
 from octavo.compress.checkpoint_source import CheckpointSource
 from octavo.compress.estimate import estimate
 from octavo.compress.job import CompressionJob
+from octavo.compress.layer_work import refuse_non_finite
 from octavo.compress.open_source import open_source
 from octavo.compress.walker import BlockWalker, Keep
-from octavo.errors import UserError
+from octavo.errors import CheckpointError, UserError
 from octavo.modifiers import GPTQModifier
 from octavo.progress import Progress
 
@@ -78,6 +81,35 @@ def test_inputs_wait_in_one_place_in_the_dtype_asked_for() -> None:
     short, exact = (torch.cat(walker.hidden) for walker in walkers)
     assert (short.dtype, exact.dtype) == (torch.bfloat16, torch.float32)
     assert 0 < float((short.float() - exact).norm() / exact.norm()) < 0.02
+
+
+def test_inputs_wait_in_one_buffer_on_a_cpu() -> None:
+    """Between buffers of their own, temporary ones left holes: a gigabyte in 64 batches of an 8B model."""
+    model = tiny_model("llama")
+    walker = BlockWalker(model, find_blocks(model))
+    batches = [torch.tensor(token_samples(1, length)) for length in (24, 12, 24)]
+    with torch.no_grad():
+        walker.start(batches)
+    assert len({hidden.untyped_storage().data_ptr() for hidden in walker.hidden}) == 1
+    for batch, hidden in zip(batches, walker.hidden, strict=True):
+        torch.testing.assert_close(hidden, model.model.embed_tokens(batch))
+
+
+def most_allocated(action: Callable[[], object]) -> int:
+    """The largest sum of buffers that one operation of torch takes."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        action()
+    return max(event.cpu_memory_usage for event in profiled.events())
+
+
+def test_looking_for_nan_takes_little_memory() -> None:
+    """The sum of an 8B model's embedding took 4 GB in float64."""
+    weight = torch.zeros(4096, 4096, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert most_allocated(lambda: refuse_non_finite("model", "weight", weight)) <= 2 * weight.nbytes
+        weight[-1, -1] = torch.nan
+        with pytest.raises(CheckpointError, match="1 values that are not finite"):
+            refuse_non_finite("model", "weight", weight)
 
 
 def test_batches_of_one_shape_share_masks_and_tables() -> None:

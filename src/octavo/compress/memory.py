@@ -19,8 +19,8 @@ def reused_buffers(largest: int) -> Iterator[None]:
     pages then takes a quarter of the forward pass of a calibration batch. At the end, what is free is given back.
     Nothing happens with another C library.
     """
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if library is None or not hasattr(library, "mallopt") or not hasattr(library, "malloc_trim"):
+    library = _glibc()
+    if library is None:
         yield
         return
     size = min(max(2 * largest, _USUAL_LARGEST), _MOST)
@@ -32,3 +32,19 @@ def reused_buffers(largest: int) -> Iterator[None]:
         library.mallopt(_MMAP_THRESHOLD, _USUAL_LARGEST)
         library.mallopt(_TRIM_THRESHOLD, 2 * _USUAL_LARGEST)
         library.malloc_trim(0)
+
+
+def free_unused() -> None:
+    """Give the pages of freed buffers back to the system, those between buffers that are in use too.
+
+    For moments after which larger or other buffers are needed: forward passes leave what the solver cannot use.
+    """
+    library = _glibc()
+    if library is not None:
+        library.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    known = library is not None and hasattr(library, "mallopt") and hasattr(library, "malloc_trim")
+    return library if known else None

@@ -23,6 +23,7 @@ from octavo.compress.blocks import Blocks, siblings
 from octavo.compress.exact_stream import ExactStream
 from octavo.compress.kv_scales import KeyValueWatcher
 from octavo.compress.layer_work import LayerWork, refuse_non_finite
+from octavo.compress.memory import free_unused
 from octavo.compress.model_source import ModelSource
 from octavo.compress.modifiers.base import LayerResult, Transform
 from octavo.compress.phases import Phases
@@ -274,6 +275,7 @@ class BlockPipeline:
                         whole=False,
                     )
                 self._step(0.5 / len(stages))
+            free_unused()
             for group in stage:
                 self._work.change(group)
         if not stages:
@@ -286,6 +288,7 @@ class BlockPipeline:
             with hooked(groups, self._work.observe), self.phases("forward"):
                 self._walker.run(index, batch)
             self._step(0.5)
+        free_unused()
 
     def _forward(self, index: int) -> None:
         """All batches through block `index`, for what is hooked into it."""

@@ -7,7 +7,7 @@ that each block is run on its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.compress.blocks import Blocks
+from octavo.compress.memory import free_unused
 from octavo.errors import UnsupportedModelError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # a block's arguments without the hidden states
@@ -53,19 +54,25 @@ class BlockWalker:
         """Take the batches, each int64 [B, T]. Block 0 must be filled, for it is run once, on one sequence."""
         self._probe(batches[0][:1].to(self.device))
         once = _Once()
+        places: Iterator[Tensor] | None = None
         for batch in batches:
             recorder = _Recorder(self._extras)
             self._run_model(batch.to(self.device), recorder)
             self.calls.append(once.of(recorder.calls))
             self.dtype = recorder.first.dtype
-            self.hidden.append(self._kept(recorder.first))
+            places = places or iter(self._places(recorder.first, batches))
+            self.hidden.append(next(places).copy_(recorder.first))
+        free_unused()
 
-    def _kept(self, hidden: Tensor) -> Tensor:
+    def _places(self, like: Tensor, batches: list[Tensor]) -> list[Tensor]:
+        """Where the inputs of each batch will wait: on a CPU all in one buffer, for between buffers that stay, as much
+        would be left by others that do not, of no use to the larger ones of a block."""
+        sizes, width, dtype = [batch.numel() for batch in batches], like.shape[-1], self.keep.dtype or like.dtype
         pinned = self.device.type == "cuda" and self.keep.device.type == "cpu"
-        place = torch.empty(
-            hidden.shape, dtype=self.keep.dtype or hidden.dtype, device=self.keep.device, pin_memory=pinned
-        )
-        return place.copy_(hidden)
+        together = [sum(sizes)] if self.device.type == "cpu" else sizes
+        made = [torch.empty(n, width, dtype=dtype, device=self.keep.device, pin_memory=pinned) for n in together]
+        rows = made[0].split(sizes) if len(made) == 1 else made
+        return [place.view(*batch.shape, width) for place, batch in zip(rows, batches, strict=True)]
 
     def run(self, index: int, batch: int) -> Tensor:
         """Output of block `index` on the current input of a batch."""
