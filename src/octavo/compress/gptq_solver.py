@@ -66,8 +66,9 @@ def solve(
     """Quantize float32 weights [N, K] of layers that read the same inputs, whose X'X is the float32 Hessian [K, K] (any
     positive factor).
 
-    The scales are chosen on the weights as they come, each input weighed by the Hessian's diagonal, so groups are of
-    neighbouring columns in whatever order the columns are taken and nothing about the order needs to be stored.
+    The scales are chosen on the weights as they come, each input weighed by what later ones cannot make good of its
+    error, so groups are of neighbouring columns in whatever order the columns are taken and nothing about the order
+    needs to be stored.
     Inputs that were zero in every token are dead: their weights become zero, as those do where `masks` (bool [N, K])
     are true. With `drift` [K, K], (X* - X)'X, outputs come close to those of the weights on the inputs X* (GPTAQ); the
     errors are those from the weights that would be best without rounding. `overall` is NVFP4's scale of all layers that
@@ -84,7 +85,8 @@ def solve(
         aims = [w + shift for w, shift in zip(weights, _shifts(weights, drift, order, factor), strict=True)]
     targets = [aim.masked_fill(dead if m is None else m | dead, 0.0) for aim, m in zip(aims, masks, strict=True)]
     overall = overall or global_scale(targets, scheme)
-    grids = [choose_grid(target, diagonal, scheme, settings.observer, scale_dtype, overall) for target in targets]
+    importance = diagonal if factor is None else _remaining_importance(factor, order)
+    grids = [choose_grid(target, importance, scheme, settings.observer, scale_dtype, overall) for target in targets]
     if factor is None or damping is None:
         codes = [quantize(target, grid, scheme) for target, grid in zip(targets, grids, strict=True)]
         left = None
@@ -128,6 +130,16 @@ def _shifts(weights: Sequence[Tensor], drift: Tensor, order: Tensor, factor: Ten
         change = times_inverse(drift)
         return [weight @ change for weight in weights]
     return [times_inverse(weight @ drift) for weight in weights]
+
+
+def _remaining_importance(factor: Tensor, order: Tensor) -> Tensor:
+    """[K]: the squares of each input that the inputs taken after it do not explain, 1 / U_jj ** 2.
+
+    An error in a column costs that much once the columns after it have made good what they can.
+    """
+    importance = torch.empty_like(factor.diagonal())
+    importance[order] = factor.diagonal().square().reciprocal()
+    return importance
 
 
 def _order(diagonal: Tensor, by_importance: bool) -> Tensor:
