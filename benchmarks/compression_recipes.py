@@ -24,7 +24,8 @@ GEMMA_SMOOTHING = [
 OCTAVO_RECIPES = {
     "rtn-w4": 0, "rtn-w3": 0,
     "rtn-mse-w4": 0, "rtn-mse-w3": 0,
-    "rtn-imatrix-w4": 3, "rtn-imatrix-w3": 3,
+    "rtn-imatrix-w4": 1, "rtn-imatrix-w3": 1,
+    "rtn-hessian-w4": 3, "rtn-hessian-w3": 3,
     "gptq-w4": 3, "gptq-w3": 3,
     "gptq-noalign-w4": 1, "gptq-noalign-w3": 1,
     "awq-w4": 3, "awq-w3": 3,
@@ -48,6 +49,7 @@ RECIPES = {"octavo": OCTAVO_RECIPES, "peer": PEER_RECIPES}
 OPPONENTS = {
     "rtn-w4": ("rtn-mse-w4", "rtn-w4"),
     "rtn-mse-w4": ("rtn-mse-w4",),
+    "rtn-hessian-w4": ("rtn-imatrix-w4",),
     "rtn-imatrix-w4": ("rtn-imatrix-w4",),
     "gptq-w4": ("gptq-imatrix-w4", "gptq-w4"),
     "gptq-noalign-w4": ("gptq-imatrix-w4",),
@@ -55,6 +57,7 @@ OPPONENTS = {
     "awq-gptq-w4": ("gptq-imatrix-w4",),
     "rtn-w3": ("rtn-mse-w3", "rtn-w3"),
     "rtn-mse-w3": ("rtn-mse-w3",),
+    "rtn-hessian-w3": ("rtn-imatrix-w3",),
     "rtn-imatrix-w3": ("rtn-imatrix-w3",),
     "gptq-w3": ("gptq-imatrix-w3", "gptq-w3"),
     "gptq-noalign-w3": ("gptq-imatrix-w3",),
@@ -95,9 +98,10 @@ def octavo_recipe(recipe: str) -> list[Any]:
         "rtn": lambda: [m.QuantizationModifier(**groups)],
         "rtn-mse": lambda: [m.QuantizationModifier(**groups, weight_observer="mse")],
         "rtn-imatrix": lambda: [m.QuantizationModifier(**groups, weight_observer="imatrix_signed")],
+        "rtn-hessian": lambda: [m.QuantizationModifier(**groups, weight_observer="hessian_signed")],
         "gptq": lambda: [m.GPTQModifier(**groups)],
         "gptq-noalign": lambda: [m.GPTQModifier(**groups, align=False)],
-        "awq": lambda: [m.AWQModifier(**groups)],  # its own pair: AWQ, then rounding with importance-weighted scales
+        "awq": lambda: [m.AWQModifier(), m.QuantizationModifier(**groups, weight_observer="hessian_signed")],
         "awq-gptq": lambda: [m.AWQModifier(), m.GPTQModifier(**groups)],
     }
     return builders[method]()

@@ -80,7 +80,7 @@ def test_settings_become_a_modifier() -> None:
     assert modifiers_of(settings) == [expected]
     assert modifiers_of(CompressConfig("m", "out", actorder="none"))[0].actorder is None  # type: ignore[attr-defined]
     assert not modifiers_of(CompressConfig("m", "out", align=False))[0].align  # type: ignore[attr-defined]
-    for text, observer in ((None, None), ("text.txt", "imatrix_signed")):
+    for text, observer in ((None, None), ("text.txt", "hessian_signed")):
         config = CompressConfig("m", "out", algorithm="rtn", calibration_file=text)
         assert modifiers_of(config)[0].weight_observer == observer  # type: ignore[attr-defined]
     with pytest.raises(UserError, match="unknown step 'magic'"):

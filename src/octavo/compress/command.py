@@ -90,9 +90,10 @@ def modifiers_of(config: CompressConfig) -> list[Modifier]:
         return parse_recipe(Path(config.recipe))
     names = algorithm_chain(config.algorithm or "gptq")
     common: dict[str, Any] = {"scheme": config.scheme or "W4A16", "ignore": list(config.ignore)}
-    # Where inputs are known (AWQ looks at them anyway), nothing is worth more to rounding than to weigh errors by them.
+    # Where inputs are known (AWQ looks at them anyway), nothing is worth more to rounding than scales chosen by them.
     calibrated = "awq" in names or config.dataset is not None or config.calibration_file is not None
-    observer = config.observer or ("imatrix_signed" if calibrated else None)
+    best = "imatrix_signed" if "gptq" in names else "hessian_signed"
+    observer = config.observer or (best if calibrated else None)
     common |= {"group_size": config.group_size, "weight_observer": observer}
     if "gptq" in names:
         order = None if config.actorder == "none" else config.actorder

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from octavo.compress.schemes import PRESETS
 from octavo.settings import setting
 
-OBSERVERS = ("minmax", "mse", "imatrix_mse", "signed", "imatrix_signed")
+OBSERVERS = ("minmax", "mse", "imatrix_mse", "signed", "imatrix_signed", "hessian_signed")
 
 
 @dataclass
@@ -52,7 +52,8 @@ class CompressConfig:
     )
     observer: str | None = setting(
         None,
-        "how scales are chosen; if not given, imatrix_signed for gptq and where calibration text is given, else signed",
+        "how scales are chosen; if not given, imatrix_signed for gptq, hessian_signed for rtn after awq or where "
+        "calibration text is given, else signed",
         choices=OBSERVERS,
     )
     dampening_frac: float = setting(0.01, "gptq: added to the Hessian's diagonal, in units of its mean")

@@ -3,7 +3,8 @@
 Each takes weights [..., S] (any number of groups of S values), the importance of the inputs, broadcastable to them
 (None: all the same), and the `Target` that the values are rounded to, and returns the groups' scales and zero points.
 `minmax`, `mse` and `imatrix_mse` choose as LLM Compressor's do; `signed` (the default of RTN) and `imatrix_signed`
-(the default of GPTQ) are Octavo's own.
+(the default of GPTQ) are Octavo's own. So is `hessian_signed`, best for RTN with calibration data: it chooses for all
+groups of a row together (`scale_descent.py`), and is `imatrix_signed` where there is only the inputs' importance.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from octavo.checkpoint.scheme import WeightScheme
 from octavo.compress.number_formats import NumberFormat, format_of
 from octavo.compress.rounding import Grid, ScaleKind, group_width, scale_kind
+from octavo.compress.scale_descent import descend, descends
 from octavo.compress.threads import map_in_threads
 from octavo.errors import UserError
 
@@ -210,8 +212,9 @@ OBSERVERS: dict[str, Observer] = {
     "imatrix_mse": imatrix_mse,
     "signed": signed,
     "imatrix_signed": imatrix_signed,
+    "hessian_signed": imatrix_signed,  # by itself: a group alone
 }
-USES_IMPORTANCE = ("imatrix_mse", "imatrix_signed")
+USES_IMPORTANCE = ("imatrix_mse", "imatrix_signed", "hessian_signed")
 
 
 def observer(name: str) -> Observer:
@@ -219,6 +222,11 @@ def observer(name: str) -> Observer:
     if name not in OBSERVERS:
         raise UserError(f"unknown observer {name!r}; known are {', '.join(OBSERVERS)}", param="observer")
     return OBSERVERS[name]
+
+
+def uses_hessian(name: str, scheme: WeightScheme) -> bool:
+    """Whether the observer `name` makes use of how the inputs go together, for a scheme."""
+    return name == "hessian_signed" and descends(scheme)
 
 
 def choose_grid(
@@ -231,8 +239,13 @@ def choose_grid(
 ) -> Grid:
     """The grid of weight [N, K] by the observer `name`; scales are exact in `dtype`, which they are stored in.
 
-    `importance` [K] weighs the inputs (the Hessian's diagonal); its factor does not matter.
+    `importance` [K] weighs the inputs (the Hessian's diagonal), or is the Hessian [K, K] itself, of which most
+    observers take the diagonal; its factor does not matter.
     """
+    if importance is not None and importance.dim() == 2:
+        if uses_hessian(name, scheme):
+            return descend(weight, importance, scheme, dtype)
+        importance = importance.diagonal()
     target, choose = Target.of(scheme, dtype, global_scale), observer(name)
     together = _rows_together(scheme, len(weight))
     values = _by_groups(weight, group_width(scheme, weight.shape[1]), together)

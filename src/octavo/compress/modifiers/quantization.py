@@ -14,7 +14,7 @@ from octavo.compress.kv_scales import check_kv_cache_scheme
 from octavo.compress.matching import check_all_match, matches_any
 from octavo.compress.modifiers.base import LayerResult, LinearLayer, Quantizer
 from octavo.compress.number_formats import FP8, integer
-from octavo.compress.observers import USES_IMPORTANCE, choose_grid, observer
+from octavo.compress.observers import USES_IMPORTANCE, choose_grid, observer, uses_hessian
 from octavo.compress.rounding import Grid, ScaleKind, dequantize, global_scale, quantize
 from octavo.compress.schemes import SchemeGroup, as_tuple, scheme_groups, with_group_size
 from octavo.compress.statistics import InputStatistics
@@ -26,10 +26,10 @@ class QuantizationModifier(Quantizer):
     """Quantize the linear layers that `targets` name and `ignore` does not, each weight to its nearest code.
 
     `scheme` is a preset ("W4A16", "FP8_DYNAMIC", ...) or {preset: targets}; `config_groups` spells schemes out instead.
-    `group_size` replaces the preset's. `weight_observer` chooses the scales: minmax, mse, signed (the default), and
-    imatrix_mse and imatrix_signed, which weigh errors by the inputs seen in calibration. `kv_cache_scheme` stores
-    scales for an FP8 KV cache as well, of the keys and values seen in calibration. The argument names are LLM
-    Compressor's, except group_size.
+    `group_size` replaces the preset's. `weight_observer` chooses the scales: minmax, mse, signed (the default),
+    imatrix_mse and imatrix_signed, which weigh errors by the inputs seen in calibration, and hessian_signed, which
+    knows how the inputs go together. `kv_cache_scheme` stores scales for an FP8 KV cache as well, of the keys and
+    values seen in calibration. The argument names are LLM Compressor's, except group_size.
     """
 
     targets: str | list[str] = "Linear"
@@ -67,8 +67,9 @@ class QuantizationModifier(Quantizer):
 
     @property
     def statistics(self) -> frozenset[str]:
-        used = [self.observer_name(group.observer) for group in self._groups]
-        kinds = {"diagonal"} if any(name in USES_IMPORTANCE for name in used) else set()
+        used = [(self.observer_name(group.observer), group.scheme) for group in self._groups]
+        kinds = {"diagonal"} if any(name in USES_IMPORTANCE for name, _ in used) else set()
+        kinds |= {"hessian"} if any(uses_hessian(name, scheme) for name, scheme in used) else set()
         if any(_is_static(group.scheme) for group in self._groups):
             kinds.add("range")
         return frozenset(kinds)
@@ -96,16 +97,12 @@ class QuantizationModifier(Quantizer):
 
     def _round(self, layer: LinearLayer, inputs: InputStatistics | None, overall: float | None) -> LayerResult:
         name = self.observer_name(layer.observer)
-        seen = inputs is not None and inputs.tokens > 0
-        importance = inputs.diagonal() if inputs is not None and seen and name in USES_IMPORTANCE else None
         assert layer.scheme is not None
+        importance = _importance(name, layer.scheme, inputs)
         grid = choose_grid(layer.weight, importance, layer.scheme, name, layer.scale_dtype, overall)
         codes = quantize(layer.weight, grid, layer.scheme)
-        difference = dequantize(codes, grid, layer.scheme).sub_(layer.weight).square_()
-        energy = layer.weight.square()
-        if importance is not None:
-            difference, energy = difference * importance, energy * importance
-        error = float(difference.sum() / energy.sum().clamp_min(1e-30))
+        difference = dequantize(codes, grid, layer.scheme).sub_(layer.weight)
+        error = float(_energy(difference, importance) / _energy(layer.weight, importance).clamp_min(1e-30))
         return self._layer_result(layer, codes, grid, error, {"algorithm": "rtn", "observer": name}, inputs)
 
     def _layer_result(
@@ -123,6 +120,20 @@ class QuantizationModifier(Quantizer):
         if _is_static(layer.scheme):
             result.input_scale = _input_scale(result, inputs)
         return result
+
+
+def _importance(name: str, scheme: WeightScheme, inputs: InputStatistics | None) -> Tensor | None:
+    """What the observer `name` gets to know of the inputs, if any were seen: their squares [K] or X'X [K, K]."""
+    if inputs is None or inputs.tokens == 0 or name not in USES_IMPORTANCE:
+        return None
+    return inputs.hessian() if uses_hessian(name, scheme) else inputs.diagonal()
+
+
+def _energy(rows: Tensor, importance: Tensor | None) -> Tensor:
+    """The sum of rows [N, K] squared, weighed by the squares of the inputs, or of the outputs if X'X is known."""
+    if importance is None:
+        return rows.square().sum()
+    return torch.linalg.vecdot(rows @ importance if importance.dim() == 2 else rows * importance, rows).sum()
 
 
 def _is_static(scheme: WeightScheme) -> bool:
