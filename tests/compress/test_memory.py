@@ -106,7 +106,7 @@ def test_looking_for_nan_takes_little_memory() -> None:
     """The sum of an 8B model's embedding took 4 GB in float64."""
     weight = torch.zeros(4096, 4096, dtype=torch.bfloat16)
     with torch.no_grad():
-        assert most_allocated(lambda: refuse_non_finite("model", "weight", weight)) <= 2 * weight.nbytes
+        assert most_allocated(lambda: refuse_non_finite("model", "weight", weight)) < weight.nbytes / 4
         weight[-1, -1] = torch.nan
         with pytest.raises(CheckpointError, match="1 values that are not finite"):
             refuse_non_finite("model", "weight", weight)

@@ -252,8 +252,7 @@ class BlockPipeline:
         else:
             if self.batches and needs_data:
                 self._observe(index, groups)
-            for group in groups:
-                self._work.change(group)
+            self._change(groups)
         self._advance(index)
 
     def _change_in_stages(self, index: int, groups: list[Group], exact: ExactStream) -> None:
@@ -275,9 +274,7 @@ class BlockPipeline:
                         whole=False,
                     )
                 self._step(0.5 / len(stages))
-            free_unused()
-            for group in stage:
-                self._work.change(group)
+            self._change(stage)
         if not stages:
             for batch in range(len(self.batches)):
                 exact.advance(index, batch)
@@ -288,6 +285,12 @@ class BlockPipeline:
             with hooked(groups, self._work.observe), self.phases("forward"):
                 self._walker.run(index, batch)
             self._step(0.5)
+
+    def _change(self, groups: list[Group]) -> None:
+        """Change groups whose inputs were seen, with the memory that the passes before, and each other, have freed."""
+        for group in groups:
+            free_unused()
+            self._work.change(group)
         free_unused()
 
     def _forward(self, index: int) -> None:
