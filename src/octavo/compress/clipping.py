@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.compress.observers import choose_grid
-from octavo.compress.rounding import dequantize, group_width, quantize
+from octavo.compress.rounding import group_width
 from octavo.compress.simulation import FutureLayer
 
 _RATIOS = tuple(1 - step / 20 for step in range(10))  # of the largest magnitude: 1 down to 0.55
@@ -25,18 +24,14 @@ def clipped(layer: FutureLayer, hessian: Tensor) -> Tensor:
     if scheme is None or scheme.strategy not in ("group", "channel"):
         return weight
     width = group_width(scheme, weight.shape[1])
-    groups = weight.unflatten(1, (-1, width))
     corners = torch.stack([hessian[at : at + width, at : at + width] for at in range(0, len(hessian), width)])
-    peaks = groups.abs().amax(dim=-1, keepdim=True)
-    best, best_error = groups, torch.full(groups.shape[:2], torch.inf, device=weight.device)
+    importance, unscaled = hessian.diagonal(), torch.ones_like(hessian.diagonal())
+    best_error = torch.full((len(weight), len(corners)), torch.inf, device=weight.device)
+    best = torch.ones_like(best_error)
     for ratio in _RATIOS:
-        cut = groups.clamp(-ratio * peaks, ratio * peaks)
-        flat = cut.flatten(1)
-        grid = choose_grid(flat, hessian.diagonal(), scheme, layer.observer, torch.float32)
-        difference = (dequantize(quantize(flat, grid, scheme), grid, scheme) - weight).unflatten(1, (-1, width))
-        by_group = difference.transpose(0, 1)  # [G, N, width]
-        error = torch.linalg.vecdot(by_group @ corners, by_group).t()
+        by_group = layer.difference(importance, unscaled, ratio).unflatten(1, (-1, width)).transpose(0, 1)
+        error = torch.linalg.vecdot(by_group @ corners, by_group).t()  # [N, G]
         better = error < best_error
         best_error = torch.where(better, error, best_error)
-        best = torch.where(better.unsqueeze(-1), cut, best)
-    return best.flatten(1)
+        best = torch.where(better, ratio, best)
+    return layer.cut_to(best)

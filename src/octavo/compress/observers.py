@@ -21,10 +21,10 @@ from octavo.compress.rounding import Grid, ScaleKind, group_width, scale_kind
 from octavo.compress.scale_descent import descend, descends
 from octavo.compress.threads import map_in_threads
 from octavo.errors import UserError
+from octavo.ops.integer_grid import RATIOS, Integers, fit_scales
 
 _MSE_NORM, _MSE_SMALLEST, _MSE_STEPS = 2.4, 0.80, 100
 _IMATRIX_NORM, _IMATRIX_SMALLEST, _IMATRIX_STEPS = 3.0, 0.05, 20
-_FIT_RATIOS = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6)
 _TINY = 1e-30
 
 
@@ -122,31 +122,28 @@ def _least_error(weight: Tensor, importance: Tensor | None, target: Target, rati
 def imatrix_signed(weight: Tensor, importance: Tensor | None, target: Target) -> Fit:
     """The scale, of either sign, with the least sum of importance * error ** 2.
 
-    For each of a few starting scales the weights are rounded, and the scale that fits these levels q best follows in
-    closed form, sum(h w q) / sum(h q q); what it leaves over is sum(h w w) - sum(h w q) ** 2 / sum(h q q), so the
-    largest quotient wins. The lowest integer has no positive partner (-8, but only 7), so a scale whose sign puts the
-    group's largest value on it makes steps an eighth of that value instead of 1/7.5. Floats have no such sign, and an
-    asymmetric grid is fitted by `_fit_asymmetric`.
+    For integers see `octavo.ops.integer_grid.fit_scales`, for asymmetric grids `_fit_asymmetric`. For floats, whose
+    scales have no sign, a few starting scales are tried: the weights are rounded, and the scale that fits these levels
+    q best follows in closed form, sum(h w q) / sum(h q q); what it leaves over is sum(h w w) - sum(h w q) ** 2 /
+    sum(h q q), so the largest quotient wins.
     """
     if not target.symmetric:
         return _fit_asymmetric(weight, importance, target)
     if target.scales.power_of_two:
         return _least_power_of_two(weight, importance, target)
     number = target.number
+    if number.is_integer:
+        return Fit(target.scales.usable(fit_scales(weight, importance, Integers(number.low, number.high))))
     weighted = weight if importance is None else weight * importance
-    peak = weight.gather(-1, weight.abs().argmax(dim=-1, keepdim=True))
-    peak = torch.where(peak == 0, torch.full_like(peak, torch.finfo(torch.float32).tiny), peak)
-    signs = (1, -1) if number.is_integer else (-1,)
-    peak = peak if number.is_integer else peak.abs()
-    best, best_gain = (peak / number.low).squeeze(-1), torch.full_like(peak.squeeze(-1), -1.0)
-    for ratio in _FIT_RATIOS:
-        for sign in signs:
-            levels = number.round_(weight * (sign * number.low / ratio / peak))
-            cross, energy = _moments(levels, weighted, importance)
-            gain = cross * cross / energy.clamp_min(_TINY)
-            better = gain > best_gain
-            best_gain = torch.where(better, gain, best_gain)
-            best = torch.where(better, cross / energy.clamp_min(_TINY), best)
+    peak = weight.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    best, best_gain = (peak / number.high).squeeze(-1), torch.full_like(peak.squeeze(-1), -1.0)
+    for ratio in RATIOS:
+        levels = number.round_(weight * (number.high / ratio / peak))
+        cross, energy = _moments(levels, weighted, importance)
+        gain = cross * cross / energy.clamp_min(_TINY)
+        better = gain > best_gain
+        best_gain = torch.where(better, gain, best_gain)
+        best = torch.where(better, cross / energy.clamp_min(_TINY), best)
     return Fit(target.scales.usable(best))
 
 
@@ -175,7 +172,7 @@ def _fit_asymmetric(weight: Tensor, importance: Tensor | None, target: Target) -
     low, high = _range(weight)
     best = target.from_range(low, high)
     best_error = torch.full_like(low, torch.inf)
-    for ratio in _FIT_RATIOS:
+    for ratio in RATIOS:
         start = target.from_range(low * ratio, high * ratio)
         assert start.zero is not None
         levels = target.levels(weight, start)
@@ -214,6 +211,7 @@ OBSERVERS: dict[str, Observer] = {
     "imatrix_signed": imatrix_signed,
     "hessian_signed": imatrix_signed,  # by itself: a group alone
 }
+FITTED = ("signed", "imatrix_signed", "hessian_signed")  # by `fit_scales`, where the grid is one of integers
 USES_IMPORTANCE = ("imatrix_mse", "imatrix_signed", "hessian_signed")
 
 
@@ -251,9 +249,9 @@ def choose_grid(
     values = _by_groups(weight, group_width(scheme, weight.shape[1]), together)
     weights = None
     if importance is not None:
-        # A floor, so that weights of inputs that were never seen keep a scale.
-        weights = (importance / importance.mean().clamp_min(_TINY)).clamp_min(1e-6)
-        weights = _by_groups(weights[None], group_width(scheme, weight.shape[1]), 1).repeat(1, 1, together)
+        weights = _by_groups(normal_importance(importance)[None], group_width(scheme, weight.shape[1]), 1).repeat(
+            1, 1, together
+        )
     if weight.is_cuda:
         fit = choose(values, weights, target)
     else:
@@ -264,6 +262,16 @@ def choose_grid(
         fit = Fit(torch.stack([fit.scale for fit in fits]), torch.stack(zeros) if zeros else None)
     zero = None if fit.zero is None else fit.zero.to(torch.int8).t().contiguous()
     return Grid(target.scales.stored(fit.scale.t().contiguous()), zero, global_scale)
+
+
+def normal_importance(importance: Tensor) -> Tensor:
+    """Importance [K] with a mean of about 1, and a floor: weights of inputs that were never seen keep a scale."""
+    return (importance / importance.mean().clamp_min(_TINY)).clamp_min(1e-6)
+
+
+def is_integer_grid(scheme: WeightScheme) -> bool:
+    """Whether neighbouring weights of a row share a scale and round to integers on both sides of zero."""
+    return scheme.symmetric and format_of(scheme).is_integer and scheme.strategy in ("group", "channel")
 
 
 def _rows_together(scheme: WeightScheme, rows: int) -> int:

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from octavo.checkpoint.scheme import ActivationScheme, WeightScheme
 from octavo.compress.number_formats import format_of
-from octavo.compress.observers import choose_grid
-from octavo.compress.rounding import dequantize, global_scale, quantize
+from octavo.compress.observers import FITTED, USES_IMPORTANCE, choose_grid, is_integer_grid, normal_importance
+from octavo.compress.rounding import dequantize, global_scale, group_width, quantize
+from octavo.compress.statistics import bfloat16_products
+from octavo.ops.integer_grid import Integers, rounding_difference
 
 _ROWS = 512  # rows of a weight that stand for all of it: a row's error does not depend on the others
 
@@ -46,13 +48,35 @@ class FutureLayer:
         grid = choose_grid(weight, importance / factors.square(), self.scheme, self.observer, torch.float32, overall)
         return dequantize(quantize(weight, grid, self.scheme), grid, self.scheme)
 
+    def difference(self, importance: Tensor, factors: Tensor, cut: float = 1.0) -> Tensor:
+        """What quantization adds to the weight [N, K]; first magnitudes are cut to a share of their group's largest."""
+        scheme = self.scheme
+        if scheme is not None and self.observer in FITTED and is_integer_grid(scheme):
+            weights = normal_importance(importance) if self.observer in USES_IMPORTANCE else None
+            number, width = format_of(scheme), group_width(scheme, self.weight.shape[1])
+            integers = Integers(number.low, number.high)
+            return rounding_difference(self.weight, weights, width, integers, factors, cut)
+        limited = self if cut == 1 else replace(self, weight=self.cut_to(torch.tensor(cut)))
+        return limited.rounded(importance, factors).div_(factors).sub_(self.weight)
+
+    def cut_to(self, shares: Tensor) -> Tensor:
+        """The weight [N, K] with each group's magnitudes cut to a share (broadcastable to [N, G]) of its largest."""
+        assert self.scheme is not None
+        columns = self.weight.shape[1]
+        width = group_width(self.scheme, columns)
+        groups = torch.nn.functional.pad(self.weight, (0, -columns % width)).unflatten(1, (-1, width))
+        bound = (groups.abs().amax(dim=-1) * shares).unsqueeze(-1)
+        return torch.maximum(torch.minimum(groups, bound), -bound).flatten(1)[:, :columns].contiguous()
+
 
 def weight_error(layers: Sequence[FutureLayer], hessian: Tensor, factors: Tensor) -> float:
     """Of rounding the weights: the sum over layers of tr((W' - W) H (W' - W)') with H = X'X [K, K]."""
     total = 0.0
     for layer in layers:
-        difference = layer.rounded(hessian.diagonal(), factors).div_(factors).sub_(layer.weight)
-        total += float(torch.linalg.vecdot(difference @ hessian, difference).sum())
+        difference = layer.difference(hessian.diagonal(), factors)
+        with bfloat16_products(True):  # errors are compared with one another: no more digits are needed
+            product = difference @ hessian
+        total += float(torch.linalg.vecdot(product, difference).sum())
     return total
 
 

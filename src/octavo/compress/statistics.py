@@ -152,7 +152,7 @@ def _add_gram(total: Tensor, rows: Tensor) -> None:
             total[start:, start:stop] += torch.mm(rows[:, start:].t(), rows[:, start:stop], out_dtype=torch.float32)
         return
     wide = rows.float()
-    with _bfloat16_products(rows.dtype == torch.bfloat16):
+    with bfloat16_products(rows.dtype == torch.bfloat16):
         for start, stop in _panels(len(total)):
             total[start:, start:stop].addmm_(wide[:, start:].t(), wide[:, start:stop])
 
@@ -162,7 +162,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         total += torch.mm(left.t(), right, out_dtype=torch.float32)
         return
-    with _bfloat16_products(left.dtype == torch.bfloat16):
+    with bfloat16_products(left.dtype == torch.bfloat16):
         total.addmm_(left.float().t(), right.float())
 
 
@@ -175,7 +175,7 @@ def _mirror(total: Tensor) -> None:
 
 
 @contextmanager
-def _bfloat16_products(wanted: bool) -> Iterator[None]:
+def bfloat16_products(wanted: bool) -> Iterator[None]:
     """float32 matrix products on the CPU may round their inputs to bfloat16 inside (harmless if they are bfloat16)."""
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision

@@ -9,7 +9,7 @@ from octavo.errors import OctavoError
 
 @dataclass(frozen=True)
 class KVMemory:
-    """At the moment of the load when most KV blocks were held (within the half second of which the server tells peaks)."""
+    """At the moment of the load when most KV blocks were held; both counts are the most within half a second."""
 
     running: int
     blocks: int

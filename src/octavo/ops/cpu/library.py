@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 MAX_HEAD_DIM = 512  # as in common.h
 LIBRARIES = ("_kernels_avx512.so", "_kernels_avx2.so")  # best first
 DISABLE_VARIABLE = "OCTAVO_DISABLE_CPU_KERNELS"
@@ -32,6 +32,18 @@ _SIGNATURES: dict[str, list[type]] = {
     "octavo_rotary_and_store": [*[c_void_p] * 6, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_float, c_int32],
     "octavo_decoder_layer": [*[c_void_p] * 5, c_int32],
     "octavo_read": [c_void_p, c_int64],
+    "octavo_fit_scales": [*[c_void_p] * 3, c_int64, c_int64, c_float, c_float, c_void_p, c_int64],
+    "octavo_rounding_difference": [
+        *[c_void_p] * 4,
+        c_int64,
+        c_int64,
+        c_int64,
+        c_float,
+        c_float,
+        c_float,
+        c_void_p,
+        c_int64,
+    ],
     "octavo_store_kv": [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64],
     "octavo_paged_attention": [
         *[c_void_p] * 6,

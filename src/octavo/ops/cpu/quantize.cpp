@@ -1,0 +1,136 @@
+// Symmetric integer grids for weights: the scale of a group that leaves the least weighed squared error, and that error.
+#include "team.h"
+
+namespace octavo {
+
+constexpr int64_t LANES = 16;
+
+inline int64_t padded(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
+
+inline Vec clamped(Vec x, Vec low, Vec high) { return minimum(maximum(x, low), high); }
+
+// The values of a group as they are looked through, and the weights of their errors; zeros up to whole vectors.
+struct Group {
+    const float* values;
+    const float* importance;
+    int64_t size;  // a multiple of LANES
+
+    // The value of the largest magnitude.
+    float peak() const {
+        Vec most = zeros(), least = zeros();
+        for (int64_t j = 0; j < size; j += LANES) {
+            most = maximum(most, load(values + j));
+            least = minimum(least, load(values + j));
+        }
+        const float high = largest(most), low = -largest(zeros() - least);
+        return high >= -low ? high : low;
+    }
+};
+
+struct Levels {
+    float low, high;
+    const float* starts;  // scales to start from are peak / start
+    int64_t count;
+};
+
+// For each start, with either sign, the values are rounded to levels q; the best scale for those is
+// sum(h v q) / sum(h q q), which leaves sum(h v v) - sum(h v q)^2 / sum(h q q).
+inline float best_scale(const Group& group, float peak, const Levels& levels) {
+    if (peak == 0) return 0;
+    const Vec low = splat(levels.low), high = splat(levels.high);
+    float best = peak / levels.low, best_gain = -1;
+    for (int64_t i = 0; i < levels.count; i++) {
+        const Vec factor = splat(levels.starts[i] / peak);
+        Vec cross[2] = {zeros(), zeros()}, energy[2] = {zeros(), zeros()};
+        for (int64_t j = 0; j < group.size; j += LANES) {
+            const Vec v = load(group.values + j), h = load(group.importance + j), hv = h * v, x = v * factor;
+            const Vec q[2] = {nearest(clamped(x, low, high)), nearest(clamped(zeros() - x, low, high))};
+            for (int s = 0; s < 2; s++) {
+                cross[s] = fmadd(hv, q[s], cross[s]);
+                energy[s] = fmadd(h * q[s], q[s], energy[s]);
+            }
+        }
+        for (int s = 0; s < 2; s++) {
+            const float c = sum(cross[s]), e = std::max(sum(energy[s]), 1e-30f), gain = c * c / e;
+            if (gain > best_gain) best_gain = gain, best = c / e;
+        }
+    }
+    return best;
+}
+
+// What a thread works on: a group's values, and the importance of all inputs, group by group, padded.
+struct Buffers {
+    std::vector<float> values, importance;
+
+    // importance (of 1 each if it is null) in units of factors^2.
+    void weigh(const float* given, const float* factors, int64_t count, int64_t width) {
+        const int64_t step = padded(width);
+        importance.assign((count + width - 1) / width * step, 0.0f);
+        for (int64_t j = 0; j < count; j++) {
+            const float f = factors ? factors[j] : 1.0f;
+            importance[j / width * step + j % width] = (given ? given[j] : 1.0f) / (f * f);
+        }
+        values.assign(step, 0.0f);
+    }
+};
+
+constexpr float LEAST_SCALE = 1.1920929e-7f;  // float32's epsilon, in place of zero
+
+// out = (rounded(v) / f - w) for a group of weights w with v = w f, its magnitudes cut to `cut` of the largest.
+inline void round_group(const float* w, const float* f, float* out, int64_t count, const float* importance, float cut,
+                        const Levels& levels, float* values) {
+    for (int64_t j = 0; j < count; j++) values[j] = f ? w[j] * f[j] : w[j];
+    std::fill(values + count, values + padded(count), 0.0f);
+    const Group group{values, importance, padded(count)};
+    float peak = group.peak();
+    if (cut < 1) {
+        const float bound = cut * std::fabs(peak);
+        for (int64_t j = 0; j < count; j++) values[j] = std::min(std::max(values[j], -bound), bound);
+        peak *= cut;
+    }
+    const float best = best_scale(group, peak, levels), scale = best == 0 ? LEAST_SCALE : best;
+    const Vec step = splat(scale), low = splat(levels.low), high = splat(levels.high);
+    for (int64_t j = 0; j < count; j += LANES)
+        store(values + j, nearest(clamped(load(values + j) / step, low, high)) * step);
+    for (int64_t j = 0; j < count; j++) out[j] = (f ? values[j] / f[j] : values[j]) - w[j];
+}
+
+}  // namespace octavo
+
+using namespace octavo;
+
+// values: [groups, width], importance: [width] or null; scales: [groups]. starts: `count` of them, as in Levels.
+OCTAVO_EXPORT void octavo_fit_scales(const float* values, const float* importance, float* scales, int64_t groups,
+                                     int64_t width, float low, float high, const float* starts, int64_t count) {
+    parallel(groups * width >= 32768, [&](Team& team) {
+        team.share(groups, 16, [&](int64_t first, int64_t last) {
+            thread_local Buffers buffers;
+            buffers.weigh(importance, nullptr, width, width);
+            for (int64_t i = first; i < last; i++) {
+                std::memcpy(buffers.values.data(), values + i * width, width * sizeof(float));
+                const Group group{buffers.values.data(), buffers.importance.data(), padded(width)};
+                scales[i] = best_scale(group, group.peak(), {low, high, starts, count});
+            }
+        });
+    });
+}
+
+// weight, out: [rows, columns], importance, factors: [columns] or null, groups of `width` columns.
+OCTAVO_EXPORT void octavo_rounding_difference(const float* weight, const float* importance, const float* factors,
+                                              float* out, int64_t rows, int64_t columns, int64_t width, float cut,
+                                              float low, float high, const float* starts, int64_t count) {
+    parallel(rows * columns >= 32768, [&](Team& team) {
+        team.share(rows, 4, [&](int64_t first, int64_t last) {
+            thread_local Buffers buffers;
+            buffers.weigh(importance, factors, columns, width);
+            for (int64_t i = first; i < last; i++) {
+                for (int64_t j = 0; j < columns; j += width) {
+                    const int64_t at = i * columns + j;
+                    round_group(weight + at, factors ? factors + j : nullptr, out + at, std::min(width, columns - j),
+                                buffers.importance.data() + j / width * padded(width), cut, {low, high, starts, count},
+                                buffers.values.data());
+                }
+            }
+        });
+    });
+}
