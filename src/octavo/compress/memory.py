@@ -11,6 +11,9 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's names for mallopt
 _MOST, _USUAL_LARGEST = 1 << 30, 32 << 20
 
 
+_threshold = _USUAL_LARGEST  # size from which a buffer is a mapping of its own, as last asked for
+
+
 @contextmanager
 def reused_buffers(largest: int) -> Iterator[None]:
     """Keep freed buffers of up to twice `largest` bytes, at most 1 GiB, for reuse while this lasts.
@@ -19,26 +22,46 @@ def reused_buffers(largest: int) -> Iterator[None]:
     pages then takes a quarter of the forward pass of a calibration batch. At the end, what is free is given back.
     Nothing happens with another C library.
     """
-    library = _glibc()
+    with _mapped_from(min(max(2 * largest, _USUAL_LARGEST), _MOST)):
+        yield
+
+
+@contextmanager
+def returned_buffers() -> Iterator[None]:
+    """Inside `reused_buffers`: give back what was kept, and keep nothing while this lasts.
+
+    For work on a few huge buffers of many sizes, which would leave each other holes: the solver on an 8B model's
+    layers took a gigabyte more than it held.
+    """
+    with _mapped_from(_USUAL_LARGEST):
+        yield
+
+
+@contextmanager
+def _mapped_from(size: int) -> Iterator[None]:
+    """Buffers of at least `size` bytes are mappings of their own, given back when freed; smaller ones are kept."""
+    global _threshold
+    library, before = _glibc(), _threshold
     if library is None:
         yield
         return
-    size = min(max(2 * largest, _USUAL_LARGEST), _MOST)
-    library.mallopt(_MMAP_THRESHOLD, size)
-    library.mallopt(_TRIM_THRESHOLD, size)
+    _set_threshold(library, size)
     try:
         yield
     finally:
-        library.mallopt(_MMAP_THRESHOLD, _USUAL_LARGEST)
-        library.mallopt(_TRIM_THRESHOLD, 2 * _USUAL_LARGEST)
-        library.malloc_trim(0)
+        _set_threshold(library, before)
+
+
+def _set_threshold(library: ctypes.CDLL, size: int) -> None:
+    global _threshold
+    _threshold = size
+    library.mallopt(_MMAP_THRESHOLD, size)
+    library.mallopt(_TRIM_THRESHOLD, max(size, 2 * _USUAL_LARGEST))
+    library.malloc_trim(0)
 
 
 def free_unused() -> None:
-    """Give the pages of freed buffers back to the system, those between buffers that are in use too.
-
-    For moments after which larger or other buffers are needed: forward passes leave what the solver cannot use.
-    """
+    """Give the pages of freed buffers back to the system, those between buffers that are in use too."""
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)

@@ -23,7 +23,7 @@ from octavo.compress.blocks import Blocks, siblings
 from octavo.compress.exact_stream import ExactStream
 from octavo.compress.kv_scales import KeyValueWatcher
 from octavo.compress.layer_work import LayerWork, refuse_non_finite
-from octavo.compress.memory import free_unused
+from octavo.compress.memory import free_unused, returned_buffers
 from octavo.compress.model_source import ModelSource
 from octavo.compress.modifiers.base import LayerResult, Transform
 from octavo.compress.phases import Phases
@@ -287,11 +287,11 @@ class BlockPipeline:
             self._step(0.5)
 
     def _change(self, groups: list[Group]) -> None:
-        """Change groups whose inputs were seen, with the memory that the passes before, and each other, have freed."""
-        for group in groups:
-            free_unused()
-            self._work.change(group)
-        free_unused()
+        """Change groups whose inputs were seen, with the memory that the passes before them have freed."""
+        with returned_buffers():
+            for group in groups:
+                self._work.change(group)
+                free_unused()  # small ones: those of a search for scales
 
     def _forward(self, index: int) -> None:
         """All batches through block `index`, for what is hooked into it."""
