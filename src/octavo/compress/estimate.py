@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,13 @@ from octavo.compress.export import SHARD_BYTES
 from octavo.compress.model_source import ModelSource
 from octavo.compress.modifiers.gptq import SOLVED_AT_ONCE
 from octavo.compress.walker import Keep
+from octavo.compress.watching import Group, in_stages
 from octavo.compress.work_folder import FOLDER
 from octavo.errors import CapacityError
 from octavo.ops.device import free_device_memory
 from octavo.units import size as in_words
+
+_COPIED_VALUES = 1 << 26  # of the inputs of a layer that are copied at once for their statistics
 
 Parts = dict[str, int]  # bytes by what they are for
 
@@ -52,39 +54,120 @@ class Needs:
 
 def estimate(source: ModelSource, blocks: Blocks, plan: Plan, batches: list[Tensor], keep: Keep) -> Needs:
     """The needs of a pipeline over `batches` (int64 [B, T]) whose blocks' inputs wait as `keep` says."""
-    width = source.compute_dtype.itemsize
-    block = max(_elements(module) for module in blocks.modules)
-    outside = _elements(source.model) - sum(_elements(module) for module in blocks.modules)
-    output_layer = source.model.get_output_embeddings()
-    if output_layer is not None and not plan.transforms and not _is_tied(source):
-        outside -= _elements(output_layer)  # not read before the end
-    needs_outside = bool(batches) or bool(plan.transforms)
+    work = _Work(source, blocks, plan, batches, keep)
     hidden = source.model.config.get_text_config().hidden_size
     waiting = sum(batch.numel() for batch in batches) * hidden * (keep.dtype or source.compute_dtype).itemsize
-    aligned = keep.twice and any("drift" in assignment.statistics for assignment in plan.layers.values())
-    waiting *= 1 + aligned
+    waiting *= 1 + work.aligned
+    start, in_work = work.start(), [work.passes(), *work.solving()]
     output = _stored_bytes(source, blocks, plan)
-    in_work: Parts = {"a block": block * (width + 1)}  # the codes too
-    if batches:
-        largest = max(batch.numel() for batch in batches)
-        forward = largest * (6 * hidden + 4 * (_inner(source) or 4 * hidden)) * width
-        in_work |= {"statistics": _statistics(blocks, plan, len(batches) == 1) * (1 + aligned)}
-        if aligned and len(batches) > 1:
-            in_work |= {"the block as it was": block * width}
-        in_work |= {"in work": max(forward, _solving(blocks, plan, source.device.type == "cpu"))}
-    else:
-        in_work |= {"in work": _solving(blocks, plan, source.device.type == "cpu")}
-    start: Parts = {"embeddings": outside * (width + source.dtype.itemsize) * needs_outside}
-    writing: Parts = {"a shard": min(SHARD_BYTES, output)}
-    kept = {"model": _elements(source.model) * width} if source.keep else {}
+    writing: Parts = {"a shard": min(SHARD_BYTES, output), "a tensor on its way": work.largest_stored}
+    kept = {"model": _elements(source.model) * work.width} if source.keep else {}
     base = {"program": resident_memory()}
     if source.device.type == "cpu":
-        moments = (start | {"activations": waiting}, in_work | {"activations": waiting}, writing)
-        return Needs(base | kept | _fullest(moments), {}, 2 * output)
+        busy = [parts | {"activations": waiting} for parts in (start, *in_work)]
+        return Needs(base | kept | _fullest([work.reading(), *busy, writing]), {}, 2 * output)
     on_device = keep.device.type != "cpu"
-    device = _fullest((start, in_work)) | {"activations": waiting * on_device}
-    ahead = {"blocks read ahead": 2 * block * source.dtype.itemsize, "activations": waiting * (not on_device)}
-    return Needs(base | kept | _fullest((ahead, writing)), device, 2 * output)
+    device = _fullest([work.reading(), start, *in_work]) | {"activations": waiting * on_device}
+    ahead = {"blocks read ahead": 2 * work.block * source.dtype.itemsize, "activations": waiting * (not on_device)}
+    return Needs(base | kept | _fullest([ahead, writing]), device, 2 * output)
+
+
+class _Work:
+    """What is held at the moments of a compression, beside the activations that wait. Sizes are in bytes, `block` is
+    the elements of the largest."""
+
+    def __init__(self, source: ModelSource, blocks: Blocks, plan: Plan, batches: list[Tensor], keep: Keep) -> None:
+        self.source, self.blocks, self.plan, self.batches = source, blocks, plan, batches
+        self.width = source.compute_dtype.itemsize
+        self.block = max(_elements(module) for module in blocks.modules)
+        self.aligned = keep.twice and any("drift" in assignment.statistics for assignment in plan.layers.values())
+        self.one_pass = len(batches) == 1
+        inside = {id(parameter) for module in blocks.modules for parameter in module.parameters()}
+        output = source.model.get_output_embeddings()
+        outside = [parameter for parameter in source.model.parameters() if id(parameter) not in inside]
+        self.largest_stored = max((p.numel() for p in outside), default=0) * source.dtype.itemsize
+        if output is not None and not plan.transforms and not _is_tied(source):
+            outside = [parameter for parameter in outside if parameter is not output.weight]  # not read before the end
+        self._outside = sum(p.numel() for p in outside) if batches or plan.transforms else 0
+
+    def reading(self) -> Parts:
+        """What lies outside the blocks is read, a tensor at a time: it is mapped, and copied if its dtype changes."""
+        changes = self.source.dtype != self.source.compute_dtype and self._outside > 0
+        return {"embeddings": self._outside * self.width, "a tensor on its way": self.largest_stored * changes}
+
+    def start(self) -> Parts:
+        """The embeddings make the inputs of the first block, which is there for a trial."""
+        if not self.batches:
+            return {}
+        return {"embeddings": self._outside * self.width, "a block": self.block * self.width}
+
+    def passes(self) -> Parts:
+        """Batches run through a block, and what its layers are to know of their inputs is summed up."""
+        if not self.batches:
+            return {}
+        stages = [stage for index in range(len(self.blocks.modules)) for stage in self._stages(index)]
+        most = max(map(self._hessians, stages), default=0)
+        return self._block(0) | {"statistics": most, "in work": self._forward()}
+
+    def solving(self) -> list[Parts]:
+        """Each group of layers is solved, while the statistics of those to come wait, and the codes of those before."""
+        found, around = [], self._forward() if self.one_pass else 0
+        for index in range(len(self.blocks.modules)):
+            done = 0
+            for stage in self._stages(index):
+                for number, group in enumerate(stage):
+                    statistics, solver = self._hessians(stage[number:]), self._solver(group)
+                    found.append(self._block(done) | {"statistics": statistics, "in work": solver + around})
+                    done += sum(module.weight.numel() for module in group.values())
+        return found
+
+    def _block(self, codes: int) -> Parts:
+        before = {"the block as it was": self.block * self.width} if self.aligned and len(self.batches) > 1 else {}
+        return {"a block": self.block * self.width + codes} | before
+
+    def _stages(self, index: int) -> list[list[Group]]:
+        """Groups whose statistics are held together: those of a block, or of a stage of it, or one at a time."""
+        layers = {name: module for name, module in self.blocks.linears(index) if name in self.plan.layers}
+        groups = [{name: layers[name] for name in names} for names in siblings(layers)]
+        if self.one_pass:
+            return [[group] for group in groups]
+        return in_stages(groups) if self.aligned else [groups]
+
+    def _sees(self, group: Group, kind: str) -> bool:
+        return kind in self.plan.layers[next(iter(group))].statistics
+
+    def _hessians(self, groups: list[Group]) -> int:
+        """With the drift, which is another."""
+        squares = [_inputs(group) ** 2 * (1 + self.aligned) for group in groups if self._sees(group, "hessian")]
+        return 4 * sum(squares)
+
+    def _forward(self) -> int:
+        """A batch on its way through a block: its values beside the widest layer, copies of them for the statistics,
+        and attention's scores where they are not made piece by piece."""
+        config = self.source.model.config.get_text_config()
+        tokens, length = max((batch.numel(), batch.shape[1]) for batch in self.batches)
+        inner = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+        values = tokens * (6 * config.hidden_size + 4 * inner) * self.width
+        sums = any("hessian" in assignment.statistics for assignment in self.plan.layers.values())
+        copies = 8 * min(tokens * inner, _COPIED_VALUES) * sums
+        eager = getattr(config, "_attn_implementation", None) == "eager"
+        return values + copies + tokens * length * config.num_attention_heads * (self.width + 4) * eager
+
+    def _solver(self, group: Group) -> int:
+        """In float32: the weights; beside the factor of their Hessian, which takes two matrices while it is made, a few
+        copies (aim, work, levels, errors, and on the way to codes) of those that are solved at once; and what drift
+        takes on its way to an aim of its own."""
+        counts, on_cpu = [module.weight.numel() for module in group.values()], self.source.device.type == "cpu"
+        weights = min(sum(counts), max(SOLVED_AT_ONCE, *counts)) if on_cpu else sum(counts)
+        square = _inputs(group) ** 2 * self._sees(group, "hessian")
+        drifts = self.aligned and self._sees(group, "drift")
+        on_the_way = square + 3 * min(square, weights) * drifts
+        rounding = square + int(((4.75 if on_cpu else 6) + drifts) * weights)
+        return 4 * (max(2 * square, on_the_way, rounding) + sum(counts) * (self.width != 4))
+
+
+def _inputs(group: Group) -> int:
+    return next(iter(group.values())).in_features
 
 
 def check(needs: Needs, source: ModelSource, output_dir: Path | None) -> None:
@@ -119,7 +202,7 @@ def _compare(place: str, parts: Parts, free: int) -> None:
     )
 
 
-def _fullest(moments: tuple[Parts, ...]) -> Parts:
+def _fullest(moments: list[Parts]) -> Parts:
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
@@ -129,45 +212,6 @@ def _elements(module: nn.Module) -> int:
 
 def _is_tied(source: ModelSource) -> bool:
     return source.model.get_output_embeddings().weight is source.model.get_input_embeddings().weight
-
-
-def _inner(source: ModelSource) -> int:
-    return int(getattr(source.model.config.get_text_config(), "intermediate_size", None) or 0)
-
-
-def _groups(blocks: Blocks, plan: Plan, index: int) -> list[list[tuple[str, nn.Linear]]]:
-    layers = {name: module for name, module in blocks.linears(index) if name in plan.layers}
-    return [[(name, layers[name]) for name in group] for group in siblings(layers)]
-
-
-def _over_blocks(blocks: Blocks, count: Callable[[int], int]) -> int:
-    return max(count(index) for index in range(len(blocks.modules)))
-
-
-def _statistics(blocks: Blocks, plan: Plan, one_pass: bool) -> int:
-    """Of all layers of a block; in one pass, of those that read one input."""
-
-    def of_block(index: int) -> int:
-        sizes = [
-            group[0][1].in_features ** 2 * 4 if "hessian" in plan.layers[group[0][0]].statistics else 0
-            for group in _groups(blocks, plan, index)
-        ]
-        return max(sizes, default=0) if one_pass else sum(sizes)
-
-    return _over_blocks(blocks, of_block)
-
-
-def _solving(blocks: Blocks, plan: Plan, one_by_one: bool) -> int:
-    """Of the layers in hand, six float32 copies (aim, work, levels, errors, and on the way), beside the factor of their
-    Hessian, which takes two matrices while it is made."""
-
-    def of_group(group: list[tuple[str, nn.Linear]]) -> int:
-        counts = [module.weight.numel() for _, module in group]
-        weights = min(sum(counts), max(SOLVED_AT_ONCE, *counts)) if one_by_one else sum(counts)
-        square = group[0][1].in_features ** 2 if "hessian" in plan.layers[group[0][0]].statistics else 0
-        return 4 * max(2 * square, square + 6 * weights)
-
-    return _over_blocks(blocks, lambda index: max(map(of_group, _groups(blocks, plan, index)), default=0))
 
 
 def _stored_bytes(source: ModelSource, blocks: Blocks, plan: Plan) -> int:
