@@ -7,7 +7,7 @@ import torch
 
 from octavo.ops import integer_grid
 from octavo.ops.cpu import library
-from octavo.ops.integer_grid import Integers, fit_scales, rounding_difference
+from octavo.ops.integer_grid import Integers, fit_scales, pick_scales, rounding_difference
 
 INT3, INT4, INT8 = Integers(-4, 3), Integers(-8, 7), Integers(-128, 127)
 compiled = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
@@ -81,3 +81,24 @@ def test_the_difference_is_that_of_the_weight_as_it_will_be_stored():
     levels = scaled[alive] / scale[alive].unsqueeze(-1)
     torch.testing.assert_close(levels, levels.round(), rtol=0, atol=1e-4)
     assert levels.round().min() >= -8 and levels.round().max() <= 7
+
+
+@compiled
+@pytest.mark.parametrize("width", [16, 40, 64, 128])
+@pytest.mark.parametrize("count", [1, 6, 40])
+def test_the_compiled_pick_is_as_good_as_that_of_torch(width, count):
+    values, _ = random_case(100, width, seed=width)
+    generator = torch.Generator().manual_seed(count)
+    inputs = torch.randn(3 * width, width, generator=generator)
+    corner, wanted = inputs.t() @ inputs, torch.randn(100, width, generator=generator)
+    scales = values.abs().amax(dim=1, keepdim=True).clamp_min(1e-3) / 8 * torch.linspace(0.4, 1.1, count)
+    found = integer_grid._pick_cpu(values, wanted, corner, scales, INT4)
+    expected = integer_grid._pick_reference(values, wanted, corner, scales, INT4)
+    assert (found == expected).float().mean() > 0.97  # else a tie, up to the order of sums
+
+    def error(scale: torch.Tensor) -> torch.Tensor:
+        levels = (values / scale.unsqueeze(1)).clamp(*INT4).round() * scale.unsqueeze(1)
+        return ((levels @ corner - 2 * wanted) * levels).sum(dim=1)
+
+    torch.testing.assert_close(error(found), error(expected), rtol=1e-3, atol=1e-3)
+    assert bool((error(pick_scales(values, wanted, corner, scales, INT4)) <= error(scales[:, 0]) + 1e-3).all())

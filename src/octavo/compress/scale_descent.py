@@ -17,6 +17,7 @@ from octavo.checkpoint.scheme import WeightScheme
 from octavo.compress.number_formats import NumberFormat, format_of
 from octavo.compress.rounding import Grid, group_width, scale_kind
 from octavo.compress.threads import map_in_threads
+from octavo.ops.integer_grid import Integers, pick_scales
 
 # A scale as a share of the one that puts the group's largest weight on the lowest integer, of either sign.
 _RATIOS = tuple(1.1 - 0.04 * step for step in range(20))
@@ -70,18 +71,10 @@ def _descend(
 def _best_scale(
     part: Tensor, corner: Tensor, wanted: Tensor, number: NumberFormat, usable: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """The scale s [N, 1] of a group [N, S] with the least s q C q' s - 2 s q wanted', q the levels of part / s.
+    """The scale s [N, 1] of a group with the least s q C q' s - 2 s q wanted', q the levels of part / s.
 
     With wanted = w C - c, that is the squared error but for a constant: (s q - w) C (s q - w)' + 2 (s q - w) c'.
     """
     peak = part.gather(1, part.abs().argmax(dim=1, keepdim=True)) / number.low
-    best, least = torch.ones_like(peak), torch.full_like(peak, torch.inf)
-    for ratio in _RATIOS:
-        for sign in (1.0, -1.0):
-            scale = usable(peak * (sign * ratio))
-            levels = number.round_(part / scale)
-            energy = torch.linalg.vecdot(levels @ corner, levels).unsqueeze(1)
-            error = (energy * scale - 2 * torch.linalg.vecdot(levels, wanted).unsqueeze(1)) * scale
-            better = error < least
-            least, best = torch.where(better, error, least), torch.where(better, scale, best)
-    return best
+    ratios = torch.tensor([sign * ratio for ratio in _RATIOS for sign in (1.0, -1.0)], device=part.device)
+    return pick_scales(part, wanted, corner, usable(peak * ratios), Integers(number.low, number.high)).unsqueeze(1)

@@ -17,7 +17,7 @@ from octavo.checkpoint.scheme import ActivationScheme, WeightScheme
 from octavo.compress.number_formats import format_of
 from octavo.compress.observers import FITTED, USES_IMPORTANCE, choose_grid, is_integer_grid, normal_importance
 from octavo.compress.rounding import dequantize, global_scale, group_width, quantize
-from octavo.compress.statistics import bfloat16_products
+from octavo.ops.gram import bfloat16_products
 from octavo.ops.integer_grid import Integers, rounding_difference
 
 _ROWS = 512  # rows of a weight that stand for all of it: a row's error does not depend on the others
@@ -74,7 +74,7 @@ def weight_error(layers: Sequence[FutureLayer], hessian: Tensor, factors: Tensor
     total = 0.0
     for layer in layers:
         difference = layer.difference(hessian.diagonal(), factors)
-        with bfloat16_products(True):  # errors are compared with one another: no more digits are needed
+        with bfloat16_products():  # errors are compared with one another: no more digits are needed
             product = difference @ hessian
         total += float(torch.linalg.vecdot(product, difference).sum())
     return total

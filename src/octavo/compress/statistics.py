@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+from octavo.ops.gram import add_drift, add_gram, panels
 
 KINDS = ("diagonal", "hessian", "drift", "absmean", "range", "rows")
 SAMPLED_ROWS = 512
 _CHUNK = 1 << 14  # tokens a product, or as many as have this many values: keeps the float32 copy of the inputs small
 _CHUNK_VALUES = 1 << 26
-_PANELS = 6  # into which the Hessian is cut; more of them compute less of the unneeded half, in smaller products
 
 
 class InputStatistics:
@@ -69,13 +68,11 @@ class InputStatistics:
             self._drift = torch.zeros(self.in_features, self.in_features, device=self._device)
         size = max(1, min(_CHUNK, _CHUNK_VALUES // self.in_features))
         for those, these in zip(exact.to(self._device).split(size), rows.split(size), strict=True):
-            # Rounded after the difference, not before, which would leave little of it.
-            difference = torch.nan_to_num(those.float() - these.float(), posinf=0.0, neginf=0.0).to(rows.dtype)
-            _add_product(self._drift, difference, these)
+            add_drift(those, these, self._drift)
 
     def _add_chunk(self, rows: Tensor) -> None:
         if "hessian" in self.kinds:
-            _add_gram(self._squares, rows)
+            add_gram(rows, self._squares)
         elif "diagonal" in self.kinds:
             self._squares += rows.float().square().sum(dim=0)
         if "absmean" in self.kinds:
@@ -136,52 +133,9 @@ def _spread(rows: Tensor, count: int) -> Tensor:
     return rows[torch.linspace(0, len(rows) - 1, count, device=rows.device).long()]
 
 
-def _panels(size: int) -> list[tuple[int, int]]:
-    width = max(128, -(-size // (64 * _PANELS)) * 64)
-    return [(start, min(start + width, size)) for start in range(0, size, width)]
-
-
-def _add_gram(total: Tensor, rows: Tensor) -> None:
-    """Add the lower triangle of rows' rows to `total`, by panels of columns since the upper half is not needed.
-
-    Inputs of 16 bits are multiplied as such where the device can do it, and summed in float32: that is exact up to the
-    summation.
-    """
-    if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16):
-        for start, stop in _panels(len(total)):
-            total[start:, start:stop] += torch.mm(rows[:, start:].t(), rows[:, start:stop], out_dtype=torch.float32)
-        return
-    wide = rows.float()
-    with bfloat16_products(rows.dtype == torch.bfloat16):
-        for start, stop in _panels(len(total)):
-            total[start:, start:stop].addmm_(wide[:, start:].t(), wide[:, start:stop])
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left'right to `total`, as `_add_gram` multiplies."""
-    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
-        total += torch.mm(left.t(), right, out_dtype=torch.float32)
-        return
-    with bfloat16_products(left.dtype == torch.bfloat16):
-        total.addmm_(left.float().t(), right.float())
-
-
 def _mirror(total: Tensor) -> None:
     """Make a matrix symmetric whose lower triangle holds."""
-    for start, stop in _panels(len(total)):
+    for start, stop in panels(len(total)):
         corner = total[start:stop, start:stop]
         corner.copy_(corner.tril() + corner.tril(-1).t())
         total[start:stop, stop:] = total[stop:, start:stop].t()
-
-
-@contextmanager
-def bfloat16_products(wanted: bool) -> Iterator[None]:
-    """float32 matrix products on the CPU may round their inputs to bfloat16 inside (harmless if they are bfloat16)."""
-    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = matmul.fp32_precision
-    if wanted:
-        matmul.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before

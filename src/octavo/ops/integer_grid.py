@@ -96,6 +96,27 @@ def _difference_cpu(
     return out
 
 
+def _pick_reference(values: Tensor, wanted: Tensor, corner: Tensor, scales: Tensor, integers: Integers) -> Tensor:
+    best, least = scales[:, 0], torch.full_like(scales[:, 0], torch.inf)
+    for scale in scales.unbind(dim=1):
+        levels = (values / scale.unsqueeze(1)).clamp_(*integers).round_()
+        energy = torch.linalg.vecdot(levels @ corner, levels)
+        error = (energy * scale - 2 * torch.linalg.vecdot(levels, wanted)) * scale
+        better = error < least
+        least, best = torch.where(better, error, least), torch.where(better, scale, best)
+    return best
+
+
+def _pick_cpu(values: Tensor, wanted: Tensor, corner: Tensor, scales: Tensor, integers: Integers) -> Tensor:
+    values, wanted, corner, scales = (x.contiguous() for x in (values, wanted, corner, scales))
+    best = torch.empty_like(scales[:, 0])
+    _LIBRARY.octavo_pick_scales(
+        values.data_ptr(), wanted.data_ptr(), corner.data_ptr(), scales.data_ptr(), best.data_ptr(),
+        *values.shape, scales.shape[1], *integers,
+    )  # fmt: skip
+    return best
+
+
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -110,6 +131,7 @@ def _operation(name: str, compiled: Callable[..., Any], reference: Callable[...,
 
 _fit = _operation("fit_scales", _fit_cpu, _fit_reference)
 _difference = _operation("rounding_difference", _difference_cpu, _difference_reference)
+_pick = _operation("pick_scales", _pick_cpu, _pick_reference)
 
 
 def fit_scales(values: Tensor, importance: Tensor | None, integers: Integers) -> Tensor:
@@ -139,4 +161,13 @@ def rounding_difference(
     of the inputs before they are divided by the factors. Magnitudes are cut to the share `cut` of a group's largest.
     """
     result: Tensor = _difference(weight, importance, width, integers, factors, cut)
+    return result
+
+
+def pick_scales(values: Tensor, wanted: Tensor, corner: Tensor, scales: Tensor, integers: Integers) -> Tensor:
+    """Of `scales` [N, C] to try for a group of each row, the one s with the least s q C q' s - 2 s q wanted': [N].
+
+    q [S] are the levels nearest to `values` [N, S] / s, C is `corner` [S, S]. All float32.
+    """
+    result: Tensor = _pick(values, wanted, corner, scales, integers)
     return result

@@ -34,7 +34,7 @@ class AWQModifier(ScalingTransform):
     calibration tokens without running anything again, with the rounding of the quantizer that follows. `duo_scaling`:
     candidates from inputs and weights (True), from inputs alone (False), or half of each ("both", the default).
     `clip` looks for groups whose largest weights are better cut off, after scaling; None, the default, does so unless
-    GPTQ follows, which makes good for such errors itself and is better off with the weights as they are.
+    the quantizer that follows chooses scales or codes by the whole Hessian, for then it has no use for that.
 
     With a `scheme` or `config_groups` (and `targets`, `ignore`, `group_size`, `weight_observer`), as in older recipes,
     it is the pair of AWQModifier and QuantizationModifier.
@@ -69,7 +69,7 @@ class AWQModifier(ScalingTransform):
         given = {name: getattr(self, name) for name in _QUANTIZATION if getattr(self, name) is not None}
         if not given:
             return [self]
-        given = {"weight_observer": "imatrix_signed", **given, "ignore": self.ignore}
+        given = {"weight_observer": "hessian_signed", **given, "ignore": self.ignore}
         alone = AWQModifier(mappings=self.mappings, duo_scaling=self.duo_scaling, n_grid=self.n_grid, clip=self.clip)
         return [alone, QuantizationModifier(**given)]
 

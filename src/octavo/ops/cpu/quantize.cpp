@@ -95,6 +95,64 @@ inline void round_group(const float* w, const float* f, float* out, int64_t coun
     for (int64_t j = 0; j < count; j++) out[j] = (f ? values[j] / f[j] : values[j]) - w[j];
 }
 
+#if OCTAVO_LEVEL >= 2
+constexpr int TRIED = 6, VECTORS = 4;  // rows and columns of a register block
+#else
+constexpr int TRIED = 3, VECTORS = 2;
+#endif
+
+// energy[m] += sum over NB vectors of columns, from `first` on, of (q C) q for each of TRIED rows q [size] of levels.
+template <int NB>
+inline void add_energy(const float* levels, const float* corner, int64_t size, int64_t first, Vec (&energy)[TRIED]) {
+    Vec product[TRIED][NB];
+    for (auto& row : product)
+        for (Vec& x : row) x = zeros();
+    for (int64_t k = 0; k < size; k++) {
+        Vec c[NB];
+        for (int n = 0; n < NB; n++) c[n] = load(corner + k * size + first + n * LANES);
+        for (int m = 0; m < TRIED; m++) {
+            const Vec q = splat(levels[m * size + k]);
+            for (int n = 0; n < NB; n++) product[m][n] = fmadd(q, c[n], product[m][n]);
+        }
+    }
+    for (int m = 0; m < TRIED; m++)
+        for (int n = 0; n < NB; n++)
+            energy[m] = fmadd(product[m][n], load(levels + m * size + first + n * LANES), energy[m]);
+}
+
+// Of scales s to try for a group's values, the one with the least s q C q' s - 2 s q wanted', q the levels of values / s.
+// values, wanted: [size], corner: [size, size], levels: room for TRIED x size; size a multiple of LANES.
+inline float least_error(const float* values, const float* wanted, const float* corner, int64_t size,
+                         const float* scales, int64_t count, float low, float high, float* levels) {
+    float best = scales[0], least = HUGE_VALF;
+    for (int64_t first = 0; first < count; first += TRIED) {
+        Vec energy[TRIED], cross[TRIED];
+        for (int m = 0; m < TRIED; m++) {
+            energy[m] = cross[m] = zeros();
+            const Vec step = splat(scales[std::min(first + m, count - 1)]);
+            for (int64_t j = 0; j < size; j += LANES) {
+                const Vec q = nearest(clamped(load(values + j) / step, splat(low), splat(high)));
+                store(levels + m * size + j, q);
+                cross[m] = fmadd(q, load(wanted + j), cross[m]);
+            }
+        }
+        int64_t j = 0;
+        for (; j + VECTORS * LANES <= size; j += VECTORS * LANES) add_energy<VECTORS>(levels, corner, size, j, energy);
+        for (; j < size; j += LANES) add_energy<1>(levels, corner, size, j, energy);
+        for (int m = 0; m < TRIED && first + m < count; m++) {
+            const float s = scales[first + m], error = (sum(energy[m]) * s - 2 * sum(cross[m])) * s;
+            if (error < least) least = error, best = s;
+        }
+    }
+    return best;
+}
+
+// Rows of `columns` floats to where they are `size` floats apart.
+inline float* spread(const float* x, int64_t rows, int64_t columns, int64_t size, float* out) {
+    for (int64_t i = 0; i < rows; i++) std::memcpy(out + i * size, x + i * columns, columns * sizeof(float));
+    return out;
+}
+
 }  // namespace octavo
 
 using namespace octavo;
@@ -130,6 +188,27 @@ OCTAVO_EXPORT void octavo_rounding_difference(const float* weight, const float* 
                                 buffers.importance.data() + j / width * padded(width), cut, {low, high, starts, count},
                                 buffers.values.data());
                 }
+            }
+        });
+    });
+}
+
+// values, wanted: [rows, width], corner: [width, width], scales: [rows, count] to try; best: [rows].
+OCTAVO_EXPORT void octavo_pick_scales(const float* values, const float* wanted, const float* corner,
+                                      const float* scales, float* best, int64_t rows, int64_t width, int64_t count,
+                                      float low, float high) {
+    const int64_t size = padded(width);
+    std::vector<float> square(size * size, 0.0f);
+    spread(corner, width, width, size, square.data());
+    parallel(rows * width * width >= 32768, [&](Team& team) {
+        team.share(rows, 4, [&](int64_t first, int64_t last) {
+            thread_local std::vector<float> buffer;
+            buffer.assign((2 + TRIED) * size, 0.0f);
+            float *v = buffer.data(), *w = v + size, *levels = w + size;
+            for (int64_t i = first; i < last; i++) {
+                spread(values + i * width, 1, width, size, v);
+                spread(wanted + i * width, 1, width, size, w);
+                best[i] = least_error(v, w, square.data(), size, scales + i * count, count, low, high, levels);
             }
         });
     });
