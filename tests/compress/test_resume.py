@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_models import tiny_model, token_samples
 
+from octavo.compress.estimate import Needs, estimate
 from octavo.compress.oneshot import oneshot
 from octavo.compress.work_folder import FOLDER, WorkFolder
 from octavo.errors import UserError
@@ -101,6 +102,40 @@ def test_resuming_a_finished_run_does_nothing(tmp_path: Path, monkeypatch: pytes
     torch.testing.assert_close(again(ids).logits, first(ids).logits)
     again.save_pretrained(tmp_path / "copy")
     assert (tmp_path / "copy" / "model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+
+
+def test_short_memory_takes_smaller_batches_and_resume_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The codes depend on the batches, so a resumed run has those that it was begun with, whatever is free by then."""
+    data = {"dataset": token_samples(8, 96), "num_calibration_samples": 8}
+    at_once: list[Needs] = []
+    free = [1 << 40]
+
+    def noted(*given: Any) -> Any:
+        at_once.append(estimate(*given))
+        return at_once[-1]
+
+    monkeypatch.setattr("octavo.compress.job.estimate", noted)
+    monkeypatch.setattr("octavo.compress.estimate.free_memory", lambda: free[0])
+    compress(tmp_path / "roomy", **data)
+    free[0] = sum(at_once[-1].host.values()) - at_once[-1].host["program"] - 1
+    compress(tmp_path / "short", **data)
+    note = "memory is short: batches of 1 sequences instead of 8"
+    assert note in report_notes(tmp_path / "short")
+    assert note not in report_notes(tmp_path / "roomy")
+    with monkeypatch.context() as patch:
+        crash_after(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            compress(tmp_path / "resumed", **data)
+    free[0] = 1 << 40
+    compress(tmp_path / "resumed", resume=True, **data)
+    stored = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in ("roomy", "short", "resumed")}
+    assert stored["resumed"] == stored["short"] != stored["roomy"]
+
+
+def report_notes(folder: Path) -> list[str]:
+    return json.loads((folder / "compression_report.json").read_text())["notes"]
 
 
 def test_resume_needs_a_folder() -> None:

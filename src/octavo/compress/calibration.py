@@ -78,6 +78,11 @@ class CalibrationData:
         """All tokens of all sequences."""
         return sum(sample.numel() for sample in self.samples)
 
+    @property
+    def alike(self) -> bool:
+        """Whether all sequences have the same length."""
+        return len({sample.shape[1] for sample in self.samples}) == 1
+
     def digest(self) -> str:
         """Changes with any token and with the order."""
         digest = hashlib.sha256()

@@ -170,6 +170,17 @@ def _inputs(group: Group) -> int:
     return next(iter(group.values())).in_features
 
 
+def fits(needs: Needs, source: ModelSource) -> bool:
+    """Whether there is memory enough."""
+    on_device = not needs.device or _beyond(needs.device) <= free_device_memory(source.device)
+    return on_device and _beyond(needs.host) <= free_memory()
+
+
+def _beyond(parts: Parts) -> int:
+    """Bytes that are not taken yet."""
+    return sum(parts.values()) - parts.get("program", 0)
+
+
 def check(needs: Needs, source: ModelSource, output_dir: Path | None) -> None:
     """CapacityError, with the numbers and the way out, where memory or disk will not do."""
     _compare("memory", needs.host, free_memory())
@@ -187,8 +198,7 @@ def check(needs: Needs, source: ModelSource, output_dir: Path | None) -> None:
 
 
 def _compare(place: str, parts: Parts, free: int) -> None:
-    program = parts.get("program", 0)
-    needed = sum(parts.values()) - program
+    needed = _beyond(parts)
     if needed <= free:
         return
     ways = [

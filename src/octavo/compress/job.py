@@ -21,7 +21,7 @@ from octavo.compress.assignment import Plan, make_plan
 from octavo.compress.blocks import Blocks, find_blocks
 from octavo.compress.calibration import CalibrationData, CalibrationSpec, load_calibration
 from octavo.compress.chain import check_chain
-from octavo.compress.estimate import check, estimate
+from octavo.compress.estimate import Needs, check, estimate, fits
 from octavo.compress.experts import calibrate_all_experts
 from octavo.compress.export import CONFIG, RECIPE, REPORT, attach_copy, attach_save, write_checkpoint
 from octavo.compress.memory import reused_buffers
@@ -32,7 +32,7 @@ from octavo.compress.recipe import dump_recipe
 from octavo.compress.report import environment, layer_entry, size_report
 from octavo.compress.survey import survey
 from octavo.compress.walker import Keep
-from octavo.compress.work_folder import WorkFolder, remove_work
+from octavo.compress.work_folder import WorkFolder, begun_with, remove_work
 from octavo.errors import UserError
 from octavo.folders import output_folder
 from octavo.ops.device import free_device_memory, peak_device_memory
@@ -40,6 +40,7 @@ from octavo.progress import Progress
 
 _ONE_BATCH_BYTES = 3_000_000_000  # activations of the whole calibration set in one block that are still held at once
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}  # that keep the device busy
+_BATCH = "sequences a batch"  # in the work folder
 _MUCH = 1_000_000_000  # bytes of inputs that are kept from one block to the next
 
 
@@ -96,12 +97,13 @@ class CompressionJob:
             remove_work(output_dir)
             self._restore(output_dir)
             return CompressionResult(output_dir, finished)
-        batches = self._batches(data)
         keep = self._keep(data)
-        needs = estimate(self.source, self.blocks, self.plan, batches, keep)
+        begun = begun_with(output_dir, _BATCH) if resume and output_dir is not None else None
+        batches, needs = self._batches_that_fit(data, keep, None if begun is None else int(begun))
         check(needs, self.source, output_dir)
         say(needs.line())
-        folder = None if output_dir is None else WorkFolder(output_dir, fingerprint, resume)
+        batch = {_BATCH: str(len(batches[0]) if batches else 0)}
+        folder = None if output_dir is None else WorkFolder(output_dir, fingerprint | batch, resume)
         self.plan.notes += survey(self.source, self.blocks, self.plan, batches)
         pipeline = BlockPipeline(self.source, self.blocks, self.plan, batches, keep, self.spec.seed)
         results = self._compress(pipeline, folder, batches)
@@ -168,16 +170,30 @@ class CompressionJob:
         except UserError as error:
             raise UserError(f"{error} ({lacks_tokenizer})", param=error.param) from None
 
-    def _batches(self, data: CalibrationData | None) -> list[Tensor]:
-        if data is None:
-            return []
-        samples = data.samples
-        alike = len({sample.shape[1] for sample in samples}) == 1
-        if not alike:
-            return samples
-        some = max(1, _BATCH_TOKENS[self.source.device.type] // samples[0].shape[1])
-        size = self.batch_size or (len(samples) if self._fits(data.tokens) else some)
-        return [torch.cat(samples[start : start + size]) for start in range(0, len(samples), size)]
+    def _batches_that_fit(
+        self, data: CalibrationData | None, keep: Keep, begun: int | None
+    ) -> tuple[list[Tensor], Needs]:
+        """The batches and what they need: as large as they may be, smaller ones where memory is short.
+
+        The results depend on them, so a run that is resumed has those that it was begun with.
+        """
+        sizes = [begun] if begun else self._batch_sizes(data)
+        for size in sizes:
+            batches = [] if data is None else _batches(data, size)
+            needs = estimate(self.source, self.blocks, self.plan, batches, keep)
+            if fits(needs, self.source):
+                break
+        if size != sizes[0]:
+            self.plan.notes.append(f"memory is short: batches of {size} sequences instead of {sizes[0]}")
+        return batches, needs
+
+    def _batch_sizes(self, data: CalibrationData | None) -> list[int]:
+        """Sequences a batch: what was asked for, or from the fastest to the one that takes the least memory."""
+        if data is None or self.batch_size is not None or not data.alike:
+            return [self.batch_size or 1]
+        some = max(1, _BATCH_TOKENS[self.source.device.type] // data.samples[0].shape[1])
+        sizes = [len(data.samples), some, 1] if self._fits(data.tokens) else [some, 1]
+        return [size for index, size in enumerate(sizes) if size < min(sizes[:index], default=size + 1)]
 
     def _fits(self, tokens: int) -> bool:
         hidden = self.source.model.config.get_text_config().hidden_size
@@ -248,6 +264,14 @@ class CompressionJob:
         embedding = names.get(id(self.source.model.get_input_embeddings()), "")
         output = names.get(id(self.source.model.get_output_embeddings()), "")
         return size_report(sizes, results, embedding, output, self.source.dtype.itemsize)
+
+
+def _batches(data: CalibrationData, size: int) -> list[Tensor]:
+    """int64 [at most size, T] each; sequences of several lengths are batches of their own."""
+    samples = data.samples
+    if not data.alike:
+        return samples
+    return [torch.cat(samples[start : start + size]) for start in range(0, len(samples), size)]
 
 
 def _finished(output_dir: Path, fingerprint: dict[str, str]) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ from octavo.compress.stored_layer import layer_parameters, read_layer
 from octavo.errors import UserError
 
 FOLDER = ".octavo-partial"
+STATE = "state.json"  # below it: the fingerprint
 CHECKPOINT = "checkpoint"  # below it: the files of the checkpoint while they are written
 
 
@@ -56,7 +57,7 @@ class WorkFolder:
 
     def __init__(self, output_dir: Path, fingerprint: dict[str, str], resume: bool) -> None:
         self.path = output_dir / FOLDER
-        state = self.path / "state.json"
+        state = self.path / STATE
         if state.is_file() and resume:
             _check_same(json.loads(state.read_text(encoding="utf-8")), fingerprint, output_dir)
         else:
@@ -154,6 +155,12 @@ def publish(source: Path, target: Path, last: str) -> None:
                 shutil.rmtree(target / name)
             os.replace(source / name, target / name)
         sync(target)
+
+
+def begun_with(output_dir: Path, setting: str) -> str | None:
+    """What the fingerprint of an interrupted run in `output_dir` has for `setting`, if there is one."""
+    state = output_dir / FOLDER / STATE
+    return json.loads(state.read_text(encoding="utf-8")).get(setting) if state.is_file() else None
 
 
 def remove_work(output_dir: Path) -> None:
