@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,6 @@ class Scorer:
     def __init__(self, model: str, device: str) -> None:
         from transformers import AutoModelForCausalLM
 
-        torch.backends.cuda.matmul.allow_tf32 = True
         self.device = torch.device(device)
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.model = loaded.to(self.device).eval()
@@ -194,14 +194,26 @@ def _verdicts(table: np.ndarray, scores: np.ndarray, greedy: np.ndarray, by_leng
 
 def score(scorer: Scorer, data: Any, limit: int | None = None, tasks: bool = True) -> dict[str, Any]:
     """Windows and, with `tasks`, the tasks of a prepared file. `limit`: the first windows and items only."""
-    result: dict[str, Any] = {"windows": [round(x, 6) for x in scorer.windows(data["windows"][:limit])]}
-    for task in TASKS:
-        if tasks and f"{task}_table" in data:
-            table = data[f"{task}_table"]
-            if limit is not None:
-                table = table[table[:, 0] < 10 * limit]
-            result[task] = scorer.task(data[f"{task}_tokens"], table, task in BY_LENGTH)
+    with _tf32():
+        result: dict[str, Any] = {"windows": [round(x, 6) for x in scorer.windows(data["windows"][:limit])]}
+        for task in TASKS:
+            if tasks and f"{task}_table" in data:
+                table = data[f"{task}_table"]
+                if limit is not None:
+                    table = table[table[:, 0] < 10 * limit]
+                result[task] = scorer.task(data[f"{task}_tokens"], table, task in BY_LENGTH)
     return result
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
+    """Products of float32 on a GPU are in TF32 while this lasts; what the process compresses next must not see it."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def main() -> None:
