@@ -82,6 +82,35 @@ def test_predicted_losses_are_near_the_measured_ones() -> None:
     assert 0.2 < ratio < 5
 
 
+def test_an_error_that_all_tokens_share_is_not_averaged_away() -> None:
+    """Inputs with much in common make of a rounding error the same shift of every token's values, which attention
+    passes on as it is. Counted a token at a time, as if they were independent, it looks a tenth as large."""
+    from tiny_models import tiny_model
+
+    torch.manual_seed(0)
+    ids = torch.tensor(token_samples(24, 64))
+    model = tiny_model("llama", initializer_range=0.1).requires_grad_(False)
+    embedding: Any = model.get_input_embeddings()
+    embedding.weight += 0.3 * torch.randn(model.config.hidden_size)
+    blocks = find_blocks(model)
+    plan = make_plan(model, blocks, [QuantizationModifier(scheme="W3A16", group_size=32, ignore=["lm_head"])])
+    units = measure(LoadedSource(model, None), blocks, plan, ids.split(1), (3,))
+    before = model(ids).logits.log_softmax(-1)
+    for unit in units:
+        if not unit.names[0].endswith("q_proj"):
+            continue
+        kept = {name: model.get_submodule(name).weight.clone() for name in unit.names}
+        for name, weight in kept.items():
+            scheme = plan.layers[name].scheme
+            assert scheme is not None
+            grid = choose_grid(weight, None, scheme, "signed", torch.float32)
+            model.get_submodule(name).weight.copy_(dequantize(quantize(weight, grid, scheme), grid, scheme))
+        found = (before.exp() * (before - model(ids).logits.log_softmax(-1))).sum(dim=-1).mean()
+        assert unit.loss[3] == pytest.approx(float(found), rel=0.4)
+        for name, weight in kept.items():
+            model.get_submodule(name).weight.copy_(weight)
+
+
 def random_units(count: int, seed: int) -> list[Unit]:
     chance = random.Random(seed)
     units = []

@@ -2,11 +2,13 @@
 
 One pass forward and one backward over some calibration sequences, block by block like everything here: the inputs of
 all blocks are kept, and going back, each block is read again and run with gradients. Of a layer with inputs x_t and
-output gradients g_t, the sum over tokens of (g_tn x_tk)^2 is the diagonal F of the Fisher information of its weights,
-if the tokens whose likelihood has these gradients are drawn from what the model predicts. Rounding errors e are nearly
-independent of each other, so to second order they add half the sum of F e^2 to the loss (LeCun, Denker, Solla, "Optimal
-Brain Damage", 1990; Kunstner, Balles, Hennig, "Limitations of the Empirical Fisher Approximation", 2019, on drawing
-them). The errors are those of plain rounding at each width.
+output gradients g_t, the square of (sum over a sequence's tokens of g_tn x_tk) is the diagonal F of the Fisher
+information of its weights, if the tokens whose likelihood has these gradients are drawn from what the model predicts.
+The sum comes before the square: a rounding error is the same for all tokens, and what inputs have in common makes it
+the same shift of all outputs, which attention does not average away as it would independent ones. Rounding errors e of
+different weights are nearly independent, so to second order they add half the sum of F e^2 to the loss (LeCun, Denker,
+Solla, "Optimal Brain Damage", 1990; Kunstner, Balles, Hennig, "Limitations of the Empirical Fisher Approximation",
+2019, on drawing them). The errors are those of plain rounding at each width.
 """
 
 from __future__ import annotations
@@ -178,11 +180,11 @@ def _backward(
 
 def _watch(seen: _Seen) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        squared = args[0].detach().flatten(0, -2).float().square()
-        seen.squares += squared.sum(dim=0)
+        given = args[0].detach().flatten(0, -2).float()
+        seen.squares += given.square().sum(dim=0)
 
         def arrived(gradient: Tensor) -> None:
-            seen.fisher.addmm_(gradient.flatten(0, -2).float().square().t(), squared)
+            seen.fisher += (gradient.flatten(0, -2).float().t() @ given).square_()
 
         if output.requires_grad:
             output.register_hook(arrived)
