@@ -122,7 +122,7 @@ def test_families_come_through_the_whole_chain(tmp_path: Path, family: str) -> N
 def test_the_older_form_means_both() -> None:
     both = parse_recipe(AWQModifier(scheme="W4A16", targets=["Linear"], ignore=["lm_head"], n_grid=10))
     expected = QuantizationModifier(
-        scheme="W4A16", targets=["Linear"], ignore=["lm_head"], weight_observer="imatrix_signed"
+        scheme="W4A16", targets=["Linear"], ignore=["lm_head"], weight_observer="hessian_signed"
     )
     assert both == [AWQModifier(n_grid=10), expected]
     assert parse_recipe(dump_recipe(both)) == both
