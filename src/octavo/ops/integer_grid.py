@@ -13,6 +13,7 @@ from octavo.ops.dispatch import Candidate, Operation
 
 RATIOS = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6)  # of the largest magnitude, that the lowest integer stands for at first
 _TINY = 1e-30
+_AT_ONCE = 1 << 25  # values of levels that are held at once
 
 
 class Integers(NamedTuple):
@@ -98,12 +99,12 @@ def _difference_cpu(
 
 def _pick_reference(values: Tensor, wanted: Tensor, corner: Tensor, scales: Tensor, integers: Integers) -> Tensor:
     best, least = scales[:, 0], torch.full_like(scales[:, 0], torch.inf)
-    for scale in scales.unbind(dim=1):
-        levels = (values / scale.unsqueeze(1)).clamp_(*integers).round_()
+    for some in scales.t().split(max(1, _AT_ONCE // values.numel())):  # [C, N], as many as are quickly gone through
+        levels = (values / some.unsqueeze(2)).clamp_(*integers).round_()
         energy = torch.linalg.vecdot(levels @ corner, levels)
-        error = (energy * scale - 2 * torch.linalg.vecdot(levels, wanted)) * scale
+        error, index = ((energy * some - 2 * torch.linalg.vecdot(levels, wanted)) * some).min(dim=0)
         better = error < least
-        least, best = torch.where(better, error, least), torch.where(better, scale, best)
+        least, best = torch.where(better, error, least), torch.where(better, some.gather(0, index[None])[0], best)
     return best
 
 

@@ -1,5 +1,5 @@
 // Products of matrices over their rows, total += left' right: what calibration gathers of a layer's inputs.
-#include "team.h"
+#include "shared_loop.h"
 
 namespace octavo {
 
@@ -96,22 +96,19 @@ OCTAVO_EXPORT void octavo_add_product(float* total, const bf16* left, const bf16
     for (int64_t start = 0; start < tokens; start += TOKENS) {
         const int64_t count = std::min(TOKENS, tokens - start);
         if (count < std::min(TOKENS, tokens)) packed = Packed(m, n, count);
-        parallel(true, [&](Team& team) {
-            team.each(blocks(count, TOGETHER), [&](int64_t part) {
-                thread_local std::vector<bf16> buffer;
-                bf16* rows = scratch(buffer, TOGETHER * std::max(m, n));
-                const int64_t first = part * TOGETHER, some = std::min(TOGETHER, count - first), at = start + first;
-                take_rows(left + at * m, minus ? minus + at * m : nullptr, some, m, rows);
-                packed.put_left(rows, first / 2, blocks(some, 2));
-                take_rows(right + at * n, nullptr, some, n, rows);
-                packed.put_right(rows, first / 2, blocks(some, 2));
-            });
-            team.barrier();
-            team.each(tall * panels, [&](int64_t task) {
-                const int64_t j = task / tall * PANEL, top = task % tall * ROWS_A_TASK;
-                for (int64_t i = top; i < std::min(top + ROWS_A_TASK, m); i += TALL)
-                    if (!is_lower || i + TALL > j) add_block(packed, i, j, total);
-            });
+        shared_loop(count, TOGETHER, true, [&](int64_t first, int64_t last) {
+            thread_local std::vector<bf16> buffer;
+            bf16* rows = scratch(buffer, TOGETHER * std::max(m, n));
+            const int64_t some = last - first, at = start + first;
+            take_rows(left + at * m, minus ? minus + at * m : nullptr, some, m, rows);
+            packed.put_left(rows, first / 2, blocks(some, 2));
+            take_rows(right + at * n, nullptr, some, n, rows);
+            packed.put_right(rows, first / 2, blocks(some, 2));
+        });
+        shared_loop(tall * panels, 1, true, [&](int64_t task, int64_t) {
+            const int64_t j = task / tall * PANEL, top = task % tall * ROWS_A_TASK;
+            for (int64_t i = top; i < std::min(top + ROWS_A_TASK, m); i += TALL)
+                if (!is_lower || i + TALL > j) add_block(packed, i, j, total);
         });
     }
 }

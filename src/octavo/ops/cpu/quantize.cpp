@@ -1,9 +1,10 @@
 // Symmetric integer grids for weights: the scale of a group that leaves the least weighed squared error, and that error.
-#include "team.h"
+#include "shared_loop.h"
 
 namespace octavo {
 
 constexpr int64_t LANES = 16;
+constexpr int64_t PARALLEL_FROM = 32768;  // values; below it a team costs more than it saves
 
 inline int64_t padded(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
 
@@ -160,16 +161,14 @@ using namespace octavo;
 // values: [groups, width], importance: [width] or null; scales: [groups]. starts: `count` of them, as in Levels.
 OCTAVO_EXPORT void octavo_fit_scales(const float* values, const float* importance, float* scales, int64_t groups,
                                      int64_t width, float low, float high, const float* starts, int64_t count) {
-    parallel(groups * width >= 32768, [&](Team& team) {
-        team.share(groups, 16, [&](int64_t first, int64_t last) {
-            thread_local Buffers buffers;
-            buffers.weigh(importance, nullptr, width, width);
-            for (int64_t i = first; i < last; i++) {
-                std::memcpy(buffers.values.data(), values + i * width, width * sizeof(float));
-                const Group group{buffers.values.data(), buffers.importance.data(), padded(width)};
-                scales[i] = best_scale(group, group.peak(), {low, high, starts, count});
-            }
-        });
+    shared_loop(groups, 64, groups * width >= PARALLEL_FROM, [&](int64_t first, int64_t last) {
+        thread_local Buffers buffers;
+        buffers.weigh(importance, nullptr, width, width);
+        for (int64_t i = first; i < last; i++) {
+            std::memcpy(buffers.values.data(), values + i * width, width * sizeof(float));
+            const Group group{buffers.values.data(), buffers.importance.data(), padded(width)};
+            scales[i] = best_scale(group, group.peak(), {low, high, starts, count});
+        }
     });
 }
 
@@ -177,19 +176,17 @@ OCTAVO_EXPORT void octavo_fit_scales(const float* values, const float* importanc
 OCTAVO_EXPORT void octavo_rounding_difference(const float* weight, const float* importance, const float* factors,
                                               float* out, int64_t rows, int64_t columns, int64_t width, float cut,
                                               float low, float high, const float* starts, int64_t count) {
-    parallel(rows * columns >= 32768, [&](Team& team) {
-        team.share(rows, 4, [&](int64_t first, int64_t last) {
-            thread_local Buffers buffers;
-            buffers.weigh(importance, factors, columns, width);
-            for (int64_t i = first; i < last; i++) {
-                for (int64_t j = 0; j < columns; j += width) {
-                    const int64_t at = i * columns + j;
-                    round_group(weight + at, factors ? factors + j : nullptr, out + at, std::min(width, columns - j),
-                                buffers.importance.data() + j / width * padded(width), cut, {low, high, starts, count},
-                                buffers.values.data());
-                }
+    shared_loop(rows, 16, rows * columns >= PARALLEL_FROM, [&](int64_t first, int64_t last) {
+        thread_local Buffers buffers;
+        buffers.weigh(importance, factors, columns, width);
+        for (int64_t i = first; i < last; i++) {
+            for (int64_t j = 0; j < columns; j += width) {
+                const int64_t at = i * columns + j;
+                round_group(weight + at, factors ? factors + j : nullptr, out + at, std::min(width, columns - j),
+                            buffers.importance.data() + j / width * padded(width), cut, {low, high, starts, count},
+                            buffers.values.data());
             }
-        });
+        }
     });
 }
 
@@ -200,16 +197,14 @@ OCTAVO_EXPORT void octavo_pick_scales(const float* values, const float* wanted, 
     const int64_t size = padded(width);
     std::vector<float> square(size * size, 0.0f);
     spread(corner, width, width, size, square.data());
-    parallel(rows * width * width >= 32768, [&](Team& team) {
-        team.share(rows, 4, [&](int64_t first, int64_t last) {
-            thread_local std::vector<float> buffer;
-            buffer.assign((2 + TRIED) * size, 0.0f);
-            float *v = buffer.data(), *w = v + size, *levels = w + size;
-            for (int64_t i = first; i < last; i++) {
-                spread(values + i * width, 1, width, size, v);
-                spread(wanted + i * width, 1, width, size, w);
-                best[i] = least_error(v, w, square.data(), size, scales + i * count, count, low, high, levels);
-            }
-        });
+    shared_loop(rows, 16, rows * width * width >= PARALLEL_FROM, [&](int64_t first, int64_t last) {
+        thread_local std::vector<float> buffer;
+        buffer.assign((2 + TRIED) * size, 0.0f);
+        float *v = buffer.data(), *w = v + size, *levels = w + size;
+        for (int64_t i = first; i < last; i++) {
+            spread(values + i * width, 1, width, size, v);
+            spread(wanted + i * width, 1, width, size, w);
+            best[i] = least_error(v, w, square.data(), size, scales + i * count, count, low, high, levels);
+        }
     });
 }
