@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from octavo.compress.blocks import refuse_unless_chain
+from octavo.compress.causal_attention import use_causal_kernel
 from octavo.errors import UnsupportedModelError
 
 
@@ -57,6 +58,8 @@ def empty_model(config: dict[str, Any], dtype: torch.dtype, device: torch.device
             model = AutoModelForCausalLM.from_config(parsed, dtype=dtype)
     except ValueError as error:
         raise UnsupportedModelError(f"model_type {parsed.model_type!r}: {str(error).splitlines()[0][:200]}") from None
+    if torch.device(device).type == "cpu":
+        use_causal_kernel(model)
     return model.eval().requires_grad_(False)
 
 
