@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from tiny_models import tiny_model, token_samples
 
 from octavo.compress.estimate import Needs, estimate
@@ -136,6 +137,25 @@ def test_short_memory_takes_smaller_batches_and_resume_the_same(
 
 def report_notes(folder: Path) -> list[str]:
     return json.loads((folder / "compression_report.json").read_text())["notes"]
+
+
+def test_mappings_of_finished_blocks_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise what lies outside the blocks counts as memory twice while shards are gathered."""
+    tensors = {f"t{index}": torch.full((8,), float(index)) for index in range(6)}
+    folder = WorkFolder(tmp_path, {}, resume=False)
+    folder.save_outside(tensors)
+    opened: list[Path] = []
+
+    def counted(path: Path, **options: Any) -> Any:
+        opened.append(path)
+        return safe_open(path, **options)
+
+    monkeypatch.setattr("octavo.compress.work_folder.MAPPED_BYTES", 50)
+    monkeypatch.setattr("octavo.compress.work_folder.safe_open", counted)
+    found = dict(folder.outside() or ())
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert len(opened) == 3
 
 
 def test_resume_needs_a_folder() -> None:

@@ -58,7 +58,7 @@ def estimate(source: ModelSource, blocks: Blocks, plan: Plan, batches: list[Tens
     hidden = source.model.config.get_text_config().hidden_size
     waiting = sum(batch.numel() for batch in batches) * hidden * (keep.dtype or source.compute_dtype).itemsize
     waiting *= 1 + work.aligned
-    start, in_work = work.start(), [work.passes(), *work.solving()]
+    start, in_work = work.start(), [work.transforming(), work.passes(), *work.solving()]
     output = _stored_bytes(source, blocks, plan)
     writing: Parts = {"a shard": min(SHARD_BYTES, output), "a tensor on its way": work.largest_stored}
     kept = {"model": _elements(source.model) * work.width} if source.keep else {}
@@ -101,6 +101,21 @@ class _Work:
             return {}
         return {"embeddings": self._outside * self.width, "a block": self.block * self.width}
 
+    def transforming(self) -> Parts:
+        """Transforms look at inputs of a block all at once, and try changes on layers that read the same."""
+        most = max(map(self._watched, range(len(self.blocks.modules)))) if self.batches else 0
+        if not most:
+            return {}
+        groups = [group for index in range(len(self.blocks.modules)) for group in self._groups(index)]
+        weights = max((sum(module.weight.numel() for module in group.values()) for group in groups), default=0)
+        return self._block(0) | {"statistics": most, "in work": max(self._forward(), 3 * 4 * weights)}
+
+    def _watched(self, index: int) -> int:
+        """Hessians that transforms ask for."""
+        layers = dict(self.blocks.linears(index))
+        wanted = [pair for transform in self.plan.transforms for pair in transform.watch(index).items()]
+        return 4 * sum(layers[name].in_features ** 2 for name, kinds in wanted if "hessian" in kinds)
+
     def passes(self) -> Parts:
         """Batches run through a block, and what its layers are to know of their inputs is summed up."""
         if not self.batches:
@@ -127,11 +142,14 @@ class _Work:
 
     def _stages(self, index: int) -> list[list[Group]]:
         """Groups whose statistics are held together: those of a block, or of a stage of it, or one at a time."""
-        layers = {name: module for name, module in self.blocks.linears(index) if name in self.plan.layers}
-        groups = [{name: layers[name] for name in names} for names in siblings(layers)]
+        groups = self._groups(index)
         if self.one_pass:
             return [[group] for group in groups]
         return in_stages(groups) if self.aligned else [groups]
+
+    def _groups(self, index: int) -> list[Group]:
+        layers = {name: module for name, module in self.blocks.linears(index) if name in self.plan.layers}
+        return [{name: layers[name] for name in names} for names in siblings(layers)]
 
     def _sees(self, group: Group, kind: str) -> bool:
         return kind in self.plan.layers[next(iter(group))].statistics

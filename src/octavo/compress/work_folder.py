@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from octavo.checkpoint.safetensors_checkpoint import MAPPED_BYTES
 from octavo.checkpoint.scheme import ActivationScheme, WeightScheme
 from octavo.compress.layer_work import restored, rewrite
 from octavo.compress.modifiers.base import LayerResult
@@ -169,9 +170,14 @@ def remove_work(output_dir: Path) -> None:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - not a dict
-            yield name, file.get_tensor(name)
+    """All tensors of a file. What is mapped of it counts as this process's memory, so it is let go on the way."""
+    file, mapped = safe_open(path, framework="pt"), 0
+    for name in file.keys():  # noqa: SIM118 - not a dict
+        if mapped > MAPPED_BYTES:
+            file, mapped = safe_open(path, framework="pt"), 0
+        tensor = file.get_tensor(name)
+        mapped += tensor.nbytes
+        yield name, tensor
 
 
 def _save(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.compress.blocks import Blocks
+from octavo.compress.layer_work import all_finite
 from octavo.compress.mappings import BlockCheck, Smoothing, find_smoothings, norm_offset
 from octavo.compress.matching import check_all_match, matches, matches_any
 from octavo.compress.modifiers.base import Transform
@@ -143,7 +144,7 @@ class ScalingTransform(Transform):
     ) -> tuple[Tensor | None, str | None]:
         """Scale one pair: the factors that were applied, if any; and why it is not scaled, if there is a problem."""
         layers = self._future(smoothing, block, name)
-        if not all(bool(torch.isfinite(layer.weight.sum(dtype=torch.float64))) for layer in layers.values()):
+        if not all(all_finite(layer.weight) for layer in layers.values()):
             return None, "weights that read it are not finite"
         factors = self.factors(smoothing, list(layers.values()), inputs)
         if factors is None:
