@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from octavo.ops.cpu import library
 from octavo.ops.dispatch import Candidate, Operation
 
 _LEAF = 16  # columns whose updates are made at once, one by one; larger spans go through matrix products
@@ -95,18 +97,39 @@ def round_to_levels(values: Tensor, number: Levels) -> Tensor:
     return values.div_(spacing).round_().mul_(spacing)
 
 
+class _ColumnsStruct(ctypes.Structure):
+    """Mirrors `struct Columns` of round_columns.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in Columns._fields),
+        *((name, ctypes.c_int64) for name in ("rows", "factor_row", "factor_column")),
+    ]
+
+
+def _compiled(work: Tensor, columns: Columns, start: int, stop: int, number: Levels) -> Any:
+    dense = [tensor for tensor in columns if tensor is not None and tensor is not columns.factor]
+    if number.mantissa_bits is not None or not all(tensor.is_contiguous() for tensor in dense):
+        return NotImplemented
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in columns]
+    struct = _ColumnsStruct(*pointers, work.shape[1], *columns.factor.stride())
+    _LIBRARY.octavo_round_columns(ctypes.byref(struct), start, stop, number.low, number.high)
+    return None
+
+
 def _triton(*args: Any) -> Any:
     from octavo.ops.triton import gptq_columns
 
     return gptq_columns.round_columns(*args)
 
 
+_LIBRARY: Any = library.load()[0]
 _operation = Operation(
     "round_columns",
     Candidate(
         "triton", _triton, devices=("cuda",),
         unavailable=None if importlib.util.find_spec("triton") else "triton is not installed",
     ),
+    Candidate("c++", _compiled, ("cpu",), (torch.float32,), library.unavailable()),
     Candidate("torch", _reference),
 )  # fmt: skip
 

@@ -35,6 +35,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "octavo_add_product": [*[c_void_p] * 4, c_int64, c_int64, c_int64, c_int32],
     "octavo_fit_scales": [*[c_void_p] * 3, c_int64, c_int64, c_float, c_float, c_void_p, c_int64],
     "octavo_pick_scales": [*[c_void_p] * 5, c_int64, c_int64, c_int64, c_float, c_float],
+    "octavo_round_columns": [c_void_p, c_int64, c_int64, c_float, c_float],
     "octavo_rounding_difference": [
         *[c_void_p] * 4,
         c_int64,
