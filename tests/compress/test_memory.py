@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -144,8 +146,28 @@ def test_the_estimate_of_an_8b_model(tmp_path: Path) -> None:
         assert needs.host["activations"] == 64 * 2048 * 4096 * 2
         assert not needs.device
         totals[layers] = sum(needs.host.values()) - needs.host["program"]
-    assert totals[2] == totals[32] < 5.6e9
+    assert totals[2] == totals[32] < 5e9
     assert needs.disk == pytest.approx(2 * 5.7e9, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is counted differently")
+@pytest.mark.parametrize("batching", [["--batch-size", "1", "--no-align"], ["--batch-size", "1"], []])
+def test_the_estimate_is_what_the_kernel_counts(batching: list[str], tmp_path: Path) -> None:
+    """A block of an 8B shape at half its width, in several batches, with alignment, and in one pass."""
+    width = {"hidden_size": 2048, "intermediate_size": 7168, "num_attention_heads": 16, "num_key_value_heads": 4}
+    model = tiny_model("llama", num_hidden_layers=1, vocab_size=64128, max_position_embeddings=1024, **width)
+    model.bfloat16().save_pretrained(tmp_path / "model")
+    del model
+    rows = token_samples(4, 256)
+    (tmp_path / "tokens.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    command = [
+        sys.executable, "-m", "octavo", "compress", str(tmp_path / "model"), "--output-dir", str(tmp_path / "out"),
+        "--calibration-file", str(tmp_path / "tokens.jsonl"), *batching,
+    ]  # fmt: skip
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    report = json.loads((tmp_path / "out" / "compression_report.json").read_text())
+    assert report["peak_memory_bytes"] == pytest.approx(sum(report["estimate"]["host"].values()), rel=0.1)
 
 
 def test_a_gpu_that_is_not_there_is_refused() -> None:

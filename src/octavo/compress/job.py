@@ -285,5 +285,10 @@ def _finished(output_dir: Path, fingerprint: dict[str, str]) -> dict[str, Any] |
 
 def peak_memory() -> int:
     """The most memory that this process has held, in bytes."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.is_file() else []
+    for line in lines:
+        if line.startswith("VmHWM:"):  # getrusage also counts what the process was before it became this program
+            return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
