@@ -1,4 +1,4 @@
-"""How long GPTQ takes, by phase, and the perplexity that it leaves.
+"""How long GPTQ or another algorithm takes, by phase, and the perplexity that it leaves.
 
 Compresses a model to W4A16 in groups of 64, calibrated on the first 32 windows of 512 tokens of a text, and prints
 seconds by phase. With --perplexity-file the result is loaded in transformers (float32) and scored on the first windows
@@ -43,7 +43,8 @@ def main() -> None:
     """Parse the arguments, compress, print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="demo", help="model to compress (default: demo)")
-    parser.add_argument("--algorithm", default="gptq", choices=("gptq", "rtn"))
+    parser.add_argument("--algorithm", default="gptq", help="steps joined by + (default: gptq)")
+    parser.add_argument("--no-align", action="store_true", help="gptq without the stream of exact inputs")
     parser.add_argument("--samples", type=int, default=32, help="calibration windows (default: 32)")
     parser.add_argument("--length", type=int, default=512, help="tokens a window (default: 512)")
     parser.add_argument("--group-size", type=int, default=64)
@@ -58,6 +59,7 @@ def main() -> None:
                 arguments.model, directory, scheme="W4A16", algorithm=arguments.algorithm,
                 group_size=arguments.group_size, calibration_file=arguments.calibration_file,
                 num_calibration_samples=arguments.samples, max_seq_length=arguments.length,
+                align=not arguments.no_align,
             ),
             quiet=True,
         ).report  # fmt: skip

@@ -19,6 +19,7 @@ from octavo.compress.observers import choose_grid
 from octavo.compress.rounding import Grid, dequantize, global_scale, group_width, quantize
 from octavo.compress.threads import one_thread_an_operation
 from octavo.ops.gptq_columns import Columns, round_columns
+from octavo.ops.gram import bfloat16_products
 
 _DAMPING_STEPS = (1.0, 10.0, 100.0)
 _TRIANGLE = 192  # size of a triangular matrix that is inverted at once
@@ -128,7 +129,8 @@ def _shifts(weights: Sequence[Tensor], drift: Tensor, order: Tensor, factor: Ten
 
     if sum(len(weight) for weight in weights) > len(order):
         change = times_inverse(drift)
-        return [weight @ change for weight in weights]
+        with bfloat16_products():  # three digits of a change that is small itself
+            return [weight @ change for weight in weights]
     return [times_inverse(weight @ drift) for weight in weights]
 
 
@@ -149,7 +151,10 @@ def _order(diagonal: Tensor, by_importance: bool) -> Tensor:
 
 
 def _quadratic(rows: Tensor, hessian: Tensor) -> Tensor:
-    return torch.linalg.vecdot(rows @ hessian, rows)
+    """rows H rows' of each row, to three digits: it is for the report."""
+    with bfloat16_products():
+        product = rows @ hessian
+    return torch.linalg.vecdot(product, rows)
 
 
 def inverse_factor(hessian: Tensor, order: Tensor, dampening_frac: float) -> tuple[Tensor | None, float | None]:
