@@ -29,7 +29,7 @@ OCTAVO_RECIPES = {
     "gptq-w4": 3, "gptq-w3": 3,
     "gptq-noalign-w4": 1, "gptq-noalign-w3": 1,
     "awq-w4": 3, "awq-w3": 3,
-    "awq-gptq-w4": 3, "awq-gptq-w3": 1,
+    "awq-gptq-w4": 1, "awq-gptq-w3": 1,
     "w8a8": 3, "w8a8-gptq": 1,
 }  # fmt: skip
 PEER_RECIPES = {
