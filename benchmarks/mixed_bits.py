@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--algorithm", default="gptq", choices=("gptq", "rtn"))
     parser.add_argument("--align", action=argparse.BooleanOptionalAction, default=True, help="GPTQ's aligned stream")
     parser.add_argument("--bits", type=int, default=4, choices=(3, 4), help="the uniform width (default: 4)")
-    parser.add_argument("--bit-choices", default="3,4,8", help="widths to choose from (default: 3,4,8)")
+    parser.add_argument("--bit-choices", default="3,4,5,6,8", help="widths to choose from (default: 3,4,5,6,8)")
     parser.add_argument("--samples", type=int, default=32, help="calibration windows (default: 32)")
     parser.add_argument("--length", type=int, default=512, help="tokens a window (default: 512)")
     parser.add_argument("--group-size", type=int, default=64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,11 @@ from octavo.compress.observers import choose_grid
 from octavo.compress.rounding import dequantize, quantize
 from octavo.compress.sensitivity import Unit, mean_loss, measure
 from octavo.errors import UserError
+from octavo.models import load_model
 from octavo.modifiers import QuantizationModifier
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from harness import Driver
 
 
 def trained(model: Any, ids: torch.Tensor, steps: int = 60) -> Any:
@@ -186,6 +191,26 @@ def test_a_target_size_is_kept(tiny_llama: Path, tmp_path: Path) -> None:
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert isinstance(loaded, nn.Module)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6])
+def test_widths_without_a_kernel_are_served_and_read_by_transformers(
+    bits: int, tiny_llama: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run(config_for(tiny_llama, tmp_path / "out", target_size=f"{bits + 1.2}bits", bit_choices=(bits,)), quiet=True)
+    report = json.loads((tmp_path / "out" / "compression_report.json").read_text())
+    assert f"{bits} bits" in report["mixed_precision"]["layers_by_width"]
+    ids = token_samples(1, 24)[0]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = loaded(torch.tensor([ids])).logits[0]
+    driver = Driver(load_model(open_checkpoint(tmp_path / "out"), dtype=torch.float32), num_blocks=4)
+    sequence = driver.add(ids)
+    driver.step([(sequence, len(ids))])
+    found = torch.stack([sequence.logits[position] for position in range(len(ids))])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_target_that_cannot_be_kept_is_refused(tiny_llama: Path, tmp_path: Path) -> None:

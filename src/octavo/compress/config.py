@@ -80,7 +80,7 @@ class CompressConfig:
         metavar="PERCENT",
     )
     bit_choices: tuple[int, ...] = setting(
-        (3, 4, 8), "widths that these choose from, beside leaving layers as they are"
+        (3, 4, 5, 6, 8), "widths that these choose from, beside leaving layers as they are"
     )
     batch_size: int | None = setting(
         None, "sequences a forward pass; if not given, all at once where they fit, else some", metavar="N"
