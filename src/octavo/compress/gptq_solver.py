@@ -23,6 +23,7 @@ from octavo.ops.gram import bfloat16_products
 
 _DAMPING_STEPS = (1.0, 10.0, 100.0)
 _TRIANGLE = 192  # size of a triangular matrix that is inverted at once
+_ALIGNMENT = 0.25  # of the way to the weights that fit the drift best; all of it fits the noise of few tokens too
 _SMALL = 1024  # size up to which a Hessian is factored by one thread, in less time than a team needs to meet
 
 
@@ -71,8 +72,8 @@ def solve(
     error, so groups are of neighbouring columns in whatever order the columns are taken and nothing about the order
     needs to be stored.
     Inputs that were zero in every token are dead: their weights become zero, as those do where `masks` (bool [N, K])
-    are true. With `drift` [K, K], (X* - X)'X, outputs come close to those of the weights on the inputs X* (GPTAQ); the
-    errors are those from the weights that would be best without rounding. `overall` is NVFP4's scale of all layers that
+    are true. With `drift` [K, K], (X* - X)'X, outputs come closer to those of the weights on the inputs X* (GPTAQ), by
+    `_ALIGNMENT`; the errors are those from the weights that are aimed at. `overall` is NVFP4's scale of all layers that
     are fused, by default of these.
     """
     diagonal = hessian.diagonal()
@@ -83,7 +84,7 @@ def solve(
         factor, damping = inverse_factor(hessian, order, settings.dampening_frac)
     aims = weights
     if drift is not None and factor is not None:
-        aims = [w + shift for w, shift in zip(weights, _shifts(weights, drift, order, factor), strict=True)]
+        aims = [w + _ALIGNMENT * shift for w, shift in zip(weights, _shifts(weights, drift, order, factor), strict=True)]
     targets = [aim.masked_fill(dead if m is None else m | dead, 0.0) for aim, m in zip(aims, masks, strict=True)]
     overall = overall or global_scale(targets, scheme)
     importance = diagonal if factor is None else _remaining_importance(factor, order)
