@@ -12,7 +12,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCES = ["level", "linear", "attention", "elementwise", "gram", "layer", "quantize", "round_columns", "team"]
-HEADERS = ["common", "amx", "attention", "attention_amx", "linear", "rows", "shared_loop", "team", "vec_avx2", "vec_avx512"]
+HEADERS = ["common", "amx", "attention", "attention_amx", "linear", "rows", "shared_loop", "team"]
+HEADERS += ["vec_avx2", "vec_avx512"]
 LEVELS = {"avx2": "1", "avx512": "2"}  # OCTAVO_LEVEL in common.h
 FOLDER = "src/octavo/ops/cpu"
 

@@ -84,7 +84,8 @@ def solve(
         factor, damping = inverse_factor(hessian, order, settings.dampening_frac)
     aims = weights
     if drift is not None and factor is not None:
-        aims = [w + _ALIGNMENT * shift for w, shift in zip(weights, _shifts(weights, drift, order, factor), strict=True)]
+        shifts = _shifts(weights, drift, order, factor)
+        aims = [torch.add(weight, shift, alpha=_ALIGNMENT) for weight, shift in zip(weights, shifts, strict=True)]
     targets = [aim.masked_fill(dead if m is None else m | dead, 0.0) for aim, m in zip(aims, masks, strict=True)]
     overall = overall or global_scale(targets, scheme)
     importance = diagonal if factor is None else _remaining_importance(factor, order)

@@ -35,4 +35,4 @@ OCTAVO_EXPORT int32_t octavo_cpu_level() {
 OCTAVO_EXPORT int32_t octavo_needed_level() { return OCTAVO_LEVEL; }
 
 // Changes with the C interface, so that a stale build is noticed instead of crashing.
-OCTAVO_EXPORT int32_t octavo_abi_version() { return 6; }
+OCTAVO_EXPORT int32_t octavo_abi_version() { return 7; }

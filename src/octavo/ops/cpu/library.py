@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 MAX_HEAD_DIM = 512  # as in common.h
 LIBRARIES = ("_kernels_avx512.so", "_kernels_avx2.so")  # best first
 DISABLE_VARIABLE = "OCTAVO_DISABLE_CPU_KERNELS"
