@@ -141,8 +141,11 @@ class CheckpointSource(ModelSource):
         held = self.model.state_dict()
         for name in self._names:
             if name.startswith(prefix) and not name.startswith(skip) and name not in self._tied:
-                tensor = held[name] if not held[name].is_meta else self._tensor(name, held[name].shape)
-                yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+                yield name, self._as_stored(name, held[name])  # no variable keeps it while the next one is read
+
+    def _as_stored(self, name: str, held: Tensor) -> Tensor:
+        tensor = self._tensor(name, held.shape) if held.is_meta else held
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def save_files(self, directory: Path) -> None:
         if self._given is not None:

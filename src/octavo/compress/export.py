@@ -82,6 +82,7 @@ def write_checkpoint(
     for name, tensor in chain(_all_tensors(source, blocks, folder), _online_tensors(plan)):
         writer.add(name, tensor)
         sizes[name] = (tensor.numel(), tensor.numel() * tensor.element_size())
+        del tensor  # it keeps its file mapped, and the next one may be as large
     writer.close()
     source.save_files(directory)
     write_json(directory / CONFIG, config_of(source, plan))

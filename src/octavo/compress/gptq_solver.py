@@ -82,11 +82,13 @@ def solve(
     order = _order(diagonal, settings.act_order)
     with _threads_for(hessian):
         factor, damping = inverse_factor(hessian, order, settings.dampening_frac)
-    aims = weights
+    aims = list(weights)
     if drift is not None and factor is not None:
-        shifts = _shifts(weights, drift, order, factor)
-        aims = [torch.add(weight, shift, alpha=_ALIGNMENT) for weight, shift in zip(weights, shifts, strict=True)]
+        shifts = zip(weights, _shifts(weights, drift, order, factor), strict=True)
+        aims = [shift.mul_(_ALIGNMENT).add_(weight) for weight, shift in shifts]
+        del shifts
     targets = [aim.masked_fill(dead if m is None else m | dead, 0.0) for aim, m in zip(aims, masks, strict=True)]
+    del aims  # as large as the weights
     overall = overall or global_scale(targets, scheme)
     importance = diagonal if factor is None else _remaining_importance(factor, order)
     grids = [choose_grid(target, importance, scheme, settings.observer, scale_dtype, overall) for target in targets]
@@ -154,7 +156,7 @@ def _order(diagonal: Tensor, by_importance: bool) -> Tensor:
 
 def _quadratic(rows: Tensor, hessian: Tensor) -> Tensor:
     """rows H rows' of each row, to three digits: it is for the report."""
-    with bfloat16_products():
+    with bfloat16_products(len(hessian) <= 2 * _SMALL):  # it copies the Hessian, and a large one takes much
         product = rows @ hessian
     return torch.linalg.vecdot(product, rows)
 
