@@ -24,6 +24,7 @@ from octavo.ops.triton import (
     attention_cudnn,
     attention_decode,
     attention_fused,
+    attention_leading,
     attention_prefill,
     attention_shared,
     latent,
@@ -32,7 +33,7 @@ from octavo.ops.triton import (
 
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float8_e4m3fn: "*fp8e4nv"}
-INDICES = {"block_table", "query_start", "seq_lens", "arrived", "tables", "num_shared"}
+INDICES = {"block_table", "query_start", "seq_lens", "arrived", "tables", "num_shared", "num_decodes", "decodes"}
 FLOATS = {"scale", "softcap", "eps"}
 FLOAT_TENSORS = {"parts", "part_stats", "shared_parts", "shared_stats", "cos_sin", "past_lse", "chunk_lse"} | {
     "scales",
@@ -127,6 +128,18 @@ def build_decode(
     return build(label, attention_decode.decode_kernel, constants, 4, stages, torch.bfloat16, cache, most=most)
 
 
+def build_leading(group: int, head_dim: int, block_size: int, cache: torch.dtype, extras: bool = False) -> int:
+    constants = attention_constants(group, head_dim, block_size, extras)
+    rows = triton.next_power_of_2(group)
+    tile, stages, _ = attention_decode.tile_for(head_dim, group, torch.bfloat16, cache)
+    constants |= {"GROUP_ROWS": rows, "BLOCK_M": max(16, rows), "BLOCK_N": tile, "HKV": 8}
+    constants |= {"MERGED": attention_decode.parts_at_once(rows, constants["BLOCK_D"])}
+    constants |= {"MOST_SPLITS": attention_decode.MOST_SPLITS}
+    label = f"leading group {group} head {head_dim} block {block_size} {str(cache)[6:]}{' extras' * extras}"
+    most = attention_decode.most_registers(head_dim, tile, cache)
+    return build(label, attention_leading.leading_kernel, constants, 4, stages, torch.bfloat16, cache, most=most)
+
+
 def build_shared(group: int, head_dim: int, block_size: int, cache: torch.dtype) -> int:
     constants = attention_constants(group, head_dim, block_size, False)
     del constants["HAS_SINKS"]
@@ -154,10 +167,11 @@ def build_fused(group: int, head_dim: int, block_size: int, cache: torch.dtype, 
 
 def build_prefill(group: int, head_dim: int, block_size: int, cache: torch.dtype, extras: bool = False) -> int:
     spilled = 0
-    for fills_gpu in (False, True):
+    for fills_gpu, skips in ((False, False), (True, False), (True, True)):
         tiles = attention_prefill.tiles_for(head_dim, torch.bfloat16, fills_gpu)
         constants = attention_constants(group, head_dim, block_size, extras)
         constants |= {"HQ": 8 * group, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "HAS_WINDOW": extras}
+        constants |= {"SKIPS": skips}
         label = f"prefill group {group} head {head_dim} block {block_size} {str(cache)[6:]}{' extras' * extras}"
         kernel = attention_prefill.prefill_kernel
         spilled += build(label, kernel, constants, tiles.num_warps, tiles.num_stages, torch.bfloat16, cache)
@@ -205,7 +219,7 @@ def main() -> None:
     spilled += sum(build_shared(*shape, 16, bf16) for shape in shapes) + build_shared(4, 128, 16, fp8)
     spilled += sum(build_decode(group, 128, 16, bf16, splits=splits) for group in (2, 4) for splits in (1, 8))
     spilled += build_fused(4, 128, 16, fp8) + build_fused(2, 128, 16, bf16, extras=True)
-    for make in (build_decode, build_prefill):
+    for make in (build_decode, build_leading, build_prefill):
         spilled += sum(make(group, head_dim, 16, bf16) for group, head_dim in shapes)
         spilled += make(4, 128, 64, bf16) + make(4, 128, 16, fp8) + make(4, 128, 16, bf16, extras=True)
     spilled += sum(build_latent(heads, 512, 64, cache) for heads in (128, 16) for cache in (bf16, fp8))

@@ -18,13 +18,7 @@ from octavo.engine.device_state import DeviceState
 from octavo.engine.graphs import decode_shapes
 from octavo.engine.inputs import BlockTables, build_inputs
 from octavo.engine.packing import DecodeShape, PromptShape
-from octavo.engine.prompt_graphs import (
-    MAX_DECODE_CONTEXT,
-    MAX_PROMPT_PAIRS,
-    fitting_shape,
-    prompt_shapes,
-    tokens_that_pay,
-)
+from octavo.engine.prompt_graphs import MAX_PROMPT_PAIRS, fitting_shape, prompt_shapes, tokens_that_pay
 from octavo.engine.sampler import SamplingRow
 from octavo.ops import keep_tokens, sampling_inputs
 
@@ -132,6 +126,7 @@ def test_a_padded_step_of_prompts_is_the_step_and_rows_without_a_slot(groups: li
             assert not ids[total:].any() and not positions[total:].any() and not lengths[count:].any()
             assert all((part[total:] == -1).all() for part in slots)
             assert query_start.tolist()[count + 1 :] == [total] * (shape.max_requests - count) + [shape.num_tokens]
+            assert state.prompts_of(shape).decodes.tolist() == [step.num_decodes]
             used.add((shape.num_tokens, total == shape.num_tokens, count == shape.max_requests, step.num_decodes > 0))
         sampled = {item.request.request_id: [rng.randrange(100)] for item in step.requests if item.sample}
         for request in scheduler.update(step, sampled):
@@ -152,7 +147,9 @@ def test_padding_for_warming_up_computes_nothing() -> None:
     state.packed.fill_(7)
     shape = PromptShape(4, 16)
     state.send_padding(state.prompts_of(shape))
-    ids, positions, lengths, query_start, slots = flat(state.prepare(state.prompts_of(shape), 32))
+    prepared = state.prepare(state.prompts_of(shape), 32)
+    ids, positions, lengths, query_start, slots = flat(prepared)
+    assert prepared[2].metadata[0].decodes.tolist() == [0] and prepared[2].metadata[0].num_decodes == 0
     assert not ids.any() and not positions.any() and not lengths.any() and (slots == -1).all()
     assert query_start.tolist() == [0, 0, 0, 0, 0, 16]
 
@@ -167,10 +164,9 @@ def test_steps_that_no_graph_of_prompts_serves_well_have_no_shape() -> None:
     assert prompt_shapes(4, 8) == []
     assert prompt_shapes(4, 600)[-2:] == [PromptShape(4, 512), PromptShape(4, 576)]
 
-    def shape_of(num_requests: int, num_tokens: int, start: int = 0, past: int = 0) -> PromptShape | None:
-        """Of a step of decodes, the first at `start`, and of one prompt with `past` tokens before it."""
-        rest = num_tokens - num_requests + 1
-        places = [(start, 1)] + [(0, 1)] * (num_requests - 2) + [(past, rest)]
+    def shape_of(num_requests: int, num_tokens: int, past: int = 0) -> PromptShape | None:
+        """Of a step of decodes far on, and of one prompt with `past` tokens before it."""
+        places = [(100_000, 1)] * (num_requests - 1) + [(past, num_tokens - num_requests + 1)]
         request = Request("r", [1], SamplingParams())
         items = [ScheduledRequest(request, first, count, [1], [[]], sample=False) for first, count in places]
         return fitting_shape(shapes, Step(0, items, num_tokens, num_decodes=num_requests - 1))
@@ -179,7 +175,6 @@ def test_steps_that_no_graph_of_prompts_serves_well_have_no_shape() -> None:
     assert shape_of(17, 20) == PromptShape(128, 32) and shape_of(129, 512) == PromptShape(256, 512)
     assert shape_of(2, 513) == PromptShape(128, 576) and shape_of(129, 2304 - 1500) == PromptShape(256, 1024)
     assert shape_of(2, 2305) is None and shape_of(257, 400) is None
-    assert shape_of(2, 12, MAX_DECODE_CONTEXT - 1) is not None and shape_of(2, 12, MAX_DECODE_CONTEXT) is None
     most = MAX_PROMPT_PAIRS // 500 - 500
     assert shape_of(2, 501, past=most) is not None and shape_of(2, 501, past=most + 1) is None
 
@@ -221,7 +216,7 @@ def test_sampling_parameters_reach_the_device_as_they_were_given() -> None:
 
 def test_graphs_of_prompts_reach_as_far_as_launching_takes_longer_than_computing() -> None:
     llama_8b, qwen_600m = 218_000_000 * 32, 15_700_000 * 28
-    assert 512 <= tokens_that_pay(32, llama_8b, 132) < 576
+    assert 704 <= tokens_that_pay(32, llama_8b, 132) < 768
     assert tokens_that_pay(28, qwen_600m, 132) > 3 * 2304
     assert tokens_that_pay(32, llama_8b, 66) == tokens_that_pay(32, llama_8b, 132) // 2
 

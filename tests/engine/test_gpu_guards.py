@@ -23,6 +23,7 @@ pytestmark = [
 # Two norms, four products, rotary with the store, attention with its merge, and the activation; with 8-bit inputs each
 # product's input is rounded by a kernel of its own, unless it is fused into the one before.
 KERNELS_A_LAYER = {None: 11, "w4a16": 11, "fp8": 15, "int8": 15}
+KERNELS_A_MIXED_LAYER = 12  # two of attention, since decodes have one of their own, and no part of a product alone
 KERNELS_BESIDE_LAYERS = 16  # inputs, embedding, last norm, output layer, the choice of tokens and its bookkeeping
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -88,6 +89,21 @@ def test_kernels_of_a_decode_step(tmp_path: Path, quantization: str | None) -> N
     a_layer = (many - few) / 4
     assert 0 < a_layer <= KERNELS_A_LAYER[quantization], listed
     assert few - 2 * a_layer <= KERNELS_BESIDE_LAYERS, listed
+
+
+def test_kernels_of_a_step_with_a_prompt_and_decodes(tmp_path: Path) -> None:
+    counts = []
+    for layers in (2, 6):
+        params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+        engine = decoding_engine(tmp_path / str(layers), layers, params)
+        engine.drain()
+        engine.add(EngineRequest("prompt", list(range(100)), params))
+        seen = profiled(engine, 1)
+        assert any("leading_kernel" in name for name in seen) and any("prefill_kernel" in name for name in seen)
+        counts.append(seen)
+    few, many = map(num_kernels, counts)
+    listed = "\n".join(f"{n:4} {name[:100]}" for name, n in counts[1].most_common())
+    assert 0 < (many - few) / 4 <= KERNELS_A_MIXED_LAYER, listed
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}])

@@ -43,7 +43,8 @@ class PackedStep:
 
     rows, starts: int32 [S] with padding. tokens: int32 [T]. query_start: int32 [S + 1]. samples: int32 [3, R] (row of
     the hidden states, row of the state, sequence length), or None where all requests decode and sample. num_shared:
-    int32 [1], leading tokens that all have in common, or None where that does not matter.
+    int32 [1], leading tokens that all have in common; decodes: int32 [1], the number of decodes; None where the device
+    need not know it.
     """
 
     staging: Staging
@@ -55,6 +56,7 @@ class PackedStep:
     samples: Tensor | None
     num_decodes: int
     num_shared: Tensor | None = None
+    decodes: Tensor | None = None
 
 
 class DeviceState:
@@ -175,8 +177,9 @@ class DeviceState:
             samples = packed[layout.samples : layout.samples + 3 * layout.num_samples].view(3, -1)
         starts = packed[layout.starts : layout.starts + size]
         tokens = packed[layout.tokens : layout.tokens + layout.num_tokens]
-        shared = None if layout.shared is None else packed[layout.shared : layout.shared + 1]
-        return PackedStep(staging, layout, packed[:size], starts, tokens, query_start, samples, num_decodes, shared)
+        shared, decodes = (None if at is None else packed[at : at + 1] for at in (layout.shared, layout.decodes))
+        rows = packed[:size]
+        return PackedStep(staging, layout, rows, starts, tokens, query_start, samples, num_decodes, shared, decodes)
 
     def _transfer(self, staging: Staging, end: int, places: list[int], values: list[int]) -> None:
         """Send the first `end` words, and the changed entries behind them."""
@@ -233,6 +236,7 @@ class DeviceState:
                 query_lens_host=layout.query_lens,
                 seq_lens_host=layout.seq_lens,
                 num_shared=packed.num_shared,
+                decodes=packed.decodes,
             )
             for table, slots in zip(out.block_tables, out.slot_mappings, strict=True)
         )
@@ -245,7 +249,7 @@ class DeviceState:
         return self._views(self._staging[0], layout, shape.num_requests)
 
     def prompts_of(self, shape: PromptShape) -> PackedStep:
-        """The same of any step that fits into `shape`. All its rows are a prompt's, and no length is on the host."""
+        """The same of any step that fits into `shape`. No length is on the host, nor how many requests decode."""
         layout = shape.layout()
         layout.max_query_len, layout.max_seq_len = shape.num_tokens, self.max_model_len
         return self._views(self._staging[0], layout, 0)
@@ -267,6 +271,8 @@ class DeviceState:
             return
         padding.starts.zero_()
         padding.starts[-1:].fill_(-padding.layout.num_tokens)
+        if padding.decodes is not None:
+            padding.decodes.zero_()
         padding.query_start.zero_()
         padding.query_start[-1:].fill_(padding.layout.num_tokens)
 

@@ -24,7 +24,8 @@ class Layout:
 
     The rows are at 0. `query_start` is None where every request has one token, and `samples` (int32 [3, num_samples]:
     row of the hidden states, row of the state, sequence length) where each of them samples as well. `shared` is where
-    the number of tokens stands that all requests share, or None where that does not matter.
+    the number of tokens stands that all requests share, `decodes` where the number of decodes does; None where the
+    device need not know it.
     """
 
     num_seqs: int
@@ -34,6 +35,7 @@ class Layout:
     end: int
     query_start: int | None = None
     shared: int | None = None
+    decodes: int | None = None
     samples: int | None = None
     num_samples: int = 0
     max_query_len: int = 1
@@ -104,10 +106,17 @@ class PromptShape(NamedTuple):
 
     def layout(self) -> Layout:
         """Where the sections are, whatever the step."""
-        layout = Layout.of(self.max_requests + 1, self.num_tokens)
-        layout.query_start = layout.end
-        layout.end = aligned(layout.end + layout.num_seqs + 1)
+        layout = _mixed_layout(self.max_requests + 1, self.num_tokens)
+        layout.decodes = layout.end
+        layout.end = aligned(layout.end + 1)
         return layout
+
+
+def _mixed_layout(num_seqs: int, num_tokens: int) -> Layout:
+    layout = Layout.of(num_seqs, num_tokens)
+    layout.query_start = layout.end
+    layout.end = aligned(layout.end + num_seqs + 1)
+    return layout
 
 
 Padding = DecodeShape | PromptShape | None
@@ -127,7 +136,7 @@ def pack(words: Words, step: Step, rows: list[int], padding: Padding, padding_ro
         assert not isinstance(padding, DecodeShape)
         layout = _pack_mixed(words, step, rows, starts, padding)
         if padding is not None:
-            _pad_mixed(words, layout, len(items), step.num_tokens, padding_row)
+            _pad_mixed(words, layout, step, padding_row)
     samples = _samples(items, rows, starts, layout.query_lens)
     layout.samples, layout.num_samples = layout.end, samples.shape[1]
     words[layout.end : layout.end + samples.size] = samples.ravel()
@@ -159,7 +168,7 @@ def _pack_decodes(
 
 def _pack_mixed(words: Words, step: Step, rows: list[int], starts: list[int], shape: PromptShape | None) -> Layout:
     items, count, num_tokens = step.requests, len(step.requests), step.num_tokens
-    layout = (shape or PromptShape(count - 1, num_tokens)).layout()
+    layout = _mixed_layout(count, num_tokens) if shape is None else shape.layout()
     words[:count] = rows
     words[layout.starts : layout.starts + count] = starts
     tokens = chain.from_iterable(item.token_ids for item in items)
@@ -174,10 +183,12 @@ def _pack_mixed(words: Words, step: Step, rows: list[int], starts: list[int], sh
     return layout
 
 
-def _pad_mixed(words: Words, layout: Layout, count: int, num_tokens: int, padding_row: int) -> None:
-    """Add what `PromptShape` says to a step of `count` requests and `num_tokens` tokens."""
+def _pad_mixed(words: Words, layout: Layout, step: Step, padding_row: int) -> None:
+    """Add what `PromptShape` says, and what the host knows of a step without a shape."""
+    count, num_tokens = len(step.requests), step.num_tokens
     size, at, num_padded = layout.num_seqs, layout.query_start, layout.num_tokens - num_tokens
-    assert at is not None and count < size and num_padded >= 0
+    assert at is not None and layout.decodes is not None and count < size and num_padded >= 0
+    words[layout.decodes] = step.num_decodes
     words[count:size] = padding_row
     words[layout.starts + count : layout.starts + size - 1] = 0
     words[layout.starts + size - 1] = -num_padded

@@ -1,15 +1,17 @@
 """CUDA graphs of steps that hold prompts, where launching them costs the host more than computing them the device.
 
-A step runs in the smallest shape that holds it, and its requests, decodes among them, all take the attention kernel of
-prompts: its grid follows from numbers of tokens and of requests alone. A graph ends with the hidden states, padded rows
-of which hold anything; the few rows that sample are gathered and sampled by single calls.
+A step runs in the smallest shape that holds it. How many of its requests decode is on the device alone
+(`AttentionMetadata.decodes`): they have an attention kernel of their own there, and the grids of both kernels follow
+from numbers of tokens and of requests. A graph ends with the hidden states, padded rows of which hold anything; the few
+rows that sample are gathered and sampled by single calls.
 
 Up to which size that pays depends on the model: 32 layers are some 300 launches, 15 to 18 ms, which an 8B model needs
 for 600 tokens and a model of a tenth for 5,000. `worthwhile_tokens` says so from its sizes rather than from a clock, so
 that every start has the same graphs, and with them the same last bits. Shapes reach beyond what a server lets a step
-take (`core/prefill_cap.py`). Near the point where both take as long single calls are better, since they compute no
-padding and give decodes a kernel of their own: at 48 requests a second an 8B model's streams had a median of 12.5 ms a
-token without graphs of 576 and 640 tokens, and 16.2 ms with them (one run each, on machines some 3 % apart).
+take (`core/prefill_cap.py`): 512 tokens of prompts and some decodes are the step of a server with little backlog, so
+the sizes lie close together behind 512. When all rows took the prompts' kernel, such steps were better launched by
+single calls: at 48 requests a second an 8B model's streams had a median of 12.5 ms a token without graphs of 576 and
+640 tokens, and 16.2 ms with them (one run each, on machines some 3 % apart).
 """
 
 from __future__ import annotations
@@ -33,12 +35,11 @@ from octavo.ops.triton.runtime import num_multiprocessors
 
 logger = logging.getLogger(__name__)
 
-NUM_TOKENS = (16, 32, 64, 128, 256, 512, 576, 640, 768, 1024, 1536, 2304)
+NUM_TOKENS = (16, 32, 64, 128, 256, 512, 576, 640, 704, 768, 1024, 1536, 2304)
 NUM_REQUESTS = (16, 128)  # and the most: each request that is not there costs a program a key head that returns at once
 MOST_OF_FEW = 512  # tokens up to which so few requests as the first of those have shapes of their own
-MAX_DECODE_CONTEXT = 8192  # a prompt's kernel walks the context of a decode in one program: 0.1 ms a layer for so many
 MAX_PROMPT_PAIRS = 1 << 21  # of a prompt's new tokens and its context: from there on attention has faster single calls
-LAUNCH_SECONDS = 0.39e-3  # of the host, for the single calls of a layer, as far as two steps in flight do not hide them
+LAUNCH_SECONDS = 0.52e-3  # of the host, for the single calls of a layer: 15 to 18 ms for 32 of them
 OPERATIONS_A_SECOND = 600e12 / 132  # of a multiprocessor in bf16, in products of so many rows
 
 
@@ -73,9 +74,7 @@ def fitting_shape(shapes: Sequence[PromptShape], step: Step) -> PromptShape | No
     """The first of these that holds the step, or None where it had better be launched by single calls."""
     if not shapes or step.num_tokens > shapes[-1].num_tokens:
         return None
-    decodes, prompts = step.requests[: step.num_decodes], step.requests[step.num_decodes :]
-    if any(item.start >= MAX_DECODE_CONTEXT for item in decodes):
-        return None
+    prompts = step.requests[step.num_decodes :]
     if any(item.num_tokens * (item.start + item.num_tokens) > MAX_PROMPT_PAIRS for item in prompts):
         return None
     count = len(step.requests)

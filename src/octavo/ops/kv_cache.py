@@ -140,6 +140,8 @@ class AttentionMetadata:
     num_decodes: how many leading requests have exactly one query row.
     query_lens_host, seq_lens_host: the lengths [S] as the host knows them, for kernels that are chosen by length; None
         where the caller has none (or where a CUDA graph will run with other lengths).
+    decodes: int32 [1], the same where a CUDA graph will run with other numbers of them, and `num_decodes` is 0. A
+        kernel that does not read it takes all requests as prompts, which gives the same.
     num_shared: int32 [1], leading keys that all requests of a step of decodes have in the same blocks, for kernels that
         then read them once; it may be 0. None where it is not worth a kernel's time.
     key_rows: of a kernel that reads gathered keys, which makes it in the first layer.
@@ -155,6 +157,7 @@ class AttentionMetadata:
     query_lens_host: list[int] | None = None
     seq_lens_host: list[int] | None = None
     num_shared: Tensor | None = None
+    decodes: Tensor | None = None
     key_rows: Tensor | None = None
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from octavo.ops.kv_cache import AttentionMetadata, KVCache
 from octavo.ops.triton import attention_cudnn, attention_deterministic, attention_flash
 from octavo.ops.triton.attention_decode import decode
+from octavo.ops.triton.attention_leading import decode_leading
 from octavo.ops.triton.attention_plans import cut_step
 from octavo.ops.triton.attention_prefill import prefill
 from octavo.ops.triton.attention_shared import decode_shared
@@ -40,6 +41,8 @@ def paged_attention(
     if meta.num_shared is not None and plain and decodes == q.shape[0]:
         decode_shared(q, cache, meta, out, scale, softcap)
         return out
+    if meta.decodes is not None:
+        decode_leading(q, cache, meta, out, min(requests, q.shape[0]), scale, window, softcap, sinks)
     if decodes:
         decode(q, cache, meta, out, decodes, scale, window, softcap, sinks)
     if by_flash or requests == decodes or q.shape[0] == decodes:

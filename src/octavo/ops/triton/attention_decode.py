@@ -24,7 +24,7 @@ LOG2E = 1.4426950408889634
 NO_WINDOW = 2**31 - 1
 FLOOR = tl.constexpr(-1e30)  # the running maximum before any score; finite, so that no difference is inf - inf
 PREFETCHED = tl.constexpr(2)  # tiles that a program asks for before the kernel ahead has ended
-_MOST_SPLITS = 32  # more parts than that take longer to merge than they save
+MOST_SPLITS = 32  # more parts than that take longer to merge than they save
 
 
 @triton.jit
@@ -157,23 +157,21 @@ def shared_state(
     return row_max, sums + tl.where(tl.arange(0, BLOCK_N) == 0, 1.0, 0.0)[None] * row_sum[:, None], acc
 
 
-@triton.jit(do_not_specialize=["window", "part_tiles", "max_parts", "stride_table"])
-def decode_kernel(
-    q, k_cache, v_cache, block_table, seq_lens, sinks, num_shared, shared_parts, shared_stats, out, parts, part_stats,
-    arrived, scale, softcap, window, part_tiles, max_parts, stride_q, stride_table, stride_block, stride_head,
+@triton.jit
+def attend_request(
+    q, k_cache, v_cache, block_table, sinks, num_shared, shared_parts, shared_stats, out, parts, part_stats, arrived,
+    scale, softcap, window, part_tiles, max_parts, stride_q, stride_table, stride_block, stride_head, split, num_splits,
+    num_programs, head, num_kv_heads, request, length,
     GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     SHARED_SPLITS: tl.constexpr, PRECISION: tl.constexpr, MERGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, key heads, requests). `part_tiles` > 0 fixes the tiles a part, cut by position from 0.
+    """What program `split` of `num_programs` does for a request and a key head, cut into `num_splits` parts or fewer.
 
-    With SHARED_SPLITS the first `num_shared` keys of every request were attended before, and are skipped here. What the
-    kernel ahead writes, queries and the newest keys, is not read before it has ended; lengths, block tables and older
-    keys are from before it.
+    `part_tiles` > 0 fixes the tiles a part, cut by position from 0. With SHARED_SPLITS the first `num_shared` keys were
+    attended before, and are skipped. What the kernel ahead writes, queries and the newest keys, is not read before it
+    has ended; lengths, block tables and older keys are from before it.
     """
-    split, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_splits, num_kv_heads = tl.num_programs(0), tl.num_programs(1)
-    length = tl.load(seq_lens + request)
     low = tl.maximum(length - window, 0)
     if SHARED_SPLITS > 0:
         low = tl.load(num_shared)
@@ -206,7 +204,7 @@ def decode_kernel(
         pair = request * num_kv_heads + head
         parts += pair.to(tl.int64) * max_parts * (GROUP * D)
         part_stats += pair.to(tl.int64) * max_parts * (GROUP * 2)
-        for part in range(split, num_parts, num_splits):
+        for part in range(split, num_parts, num_programs):
             row_max = tl.full((BLOCK_M,), FLOOR, tl.float32)
             sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             if HAS_SINKS:  # noqa: SIM102 - one is known to the compiler, the other to the device
@@ -239,13 +237,33 @@ def decode_kernel(
         if num_parts > 1:
             tl.debug_barrier()  # every thread's part is written before one of them says so
             before = tl.atomic_add(arrived + pair, 1, sem="acq_rel", scope="gpu")
-            if before == tl.minimum(num_parts, num_splits) - 1:
+            if before == tl.minimum(num_parts, num_programs) - 1:
                 merged = merge_parts(parts, part_stats, num_parts, GROUP, GROUP_ROWS, D, BLOCK_D, MERGED)
                 g = tl.arange(0, GROUP_ROWS)
                 cells = out_head + (g * D)[:, None] + d[None]
                 live = (g < GROUP)[:, None] & (d < D)[None]
                 tl.store(cells, merged.to(out.dtype.element_ty), mask=live)
                 tl.store(arrived + pair, 0)  # ready for the next launch
+
+
+@triton.jit(do_not_specialize=["window", "part_tiles", "max_parts", "stride_table"])
+def decode_kernel(
+    q, k_cache, v_cache, block_table, seq_lens, sinks, num_shared, shared_parts, shared_stats, out, parts, part_stats,
+    arrived, scale, softcap, window, part_tiles, max_parts, stride_q, stride_table, stride_block, stride_head,
+    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SHARED_SPLITS: tl.constexpr, PRECISION: tl.constexpr, MERGED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (splits, key heads, requests)."""
+    request, num_splits = tl.program_id(2), tl.num_programs(0)
+    length = tl.load(seq_lens + request)
+    attend_request(
+        q, k_cache, v_cache, block_table, sinks, num_shared, shared_parts, shared_stats, out, parts, part_stats,
+        arrived, scale, softcap, window, part_tiles, max_parts, stride_q, stride_table, stride_block, stride_head,
+        tl.program_id(0), num_splits, num_splits, tl.program_id(1), tl.num_programs(1), request, length, GROUP,
+        GROUP_ROWS, D, BLOCK_D, BLOCK_M, BLOCK_N, BLOCK_SIZE, HAS_SOFTCAP, HAS_SINKS, SHARED_SPLITS, PRECISION, MERGED,
+        PDL,
+    )  # fmt: skip
 
 
 def arrivals(device: torch.device, pairs: int) -> Tensor:
@@ -290,7 +308,7 @@ def splits_for(pairs: int, programs: int, device: torch.device) -> int:
     wave = programs * runtime.num_multiprocessors(device)
     if wave < pairs <= wave * 3 // 2:
         return 2
-    return max(1, min(wave // pairs, _MOST_SPLITS))
+    return max(1, min(wave // pairs, MOST_SPLITS))
 
 
 def most_registers(head_dim: int, block_n: int, cache_dtype: torch.dtype) -> int | None:

@@ -98,13 +98,20 @@ def _attend_tiles(
 
 @triton.jit(do_not_specialize=["first_request", "num_requests", "window", "stride_table"])
 def prefill_kernel(
-    q, k_cache, v_cache, block_table, query_start, seq_lens, sinks, out, first_request, num_requests, scale, softcap,
-    window, stride_q, stride_table, stride_block, stride_head, HQ: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    q, k_cache, v_cache, block_table, query_start, seq_lens, sinks, decodes, out, first_request, num_requests, scale,
+    softcap, window, stride_q, stride_table, stride_block, stride_head, HQ: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of queries, key heads). The tiles of a request run from its end: the longest ones come first."""
+    """Grid (tiles of queries, key heads). The tiles of a request run from its end: the longest ones come first.
+
+    With SKIPS the first `decodes` requests are another kernel's; some request must be left.
+    """
+    if SKIPS:
+        num_skipped = tl.load(decodes)
+        first_request += num_skipped
+        num_requests -= num_skipped
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -193,7 +200,8 @@ def prefill(
 ) -> None:
     """Write the rows of requests first_request.. of `out` [T, Hq * D]; q is [T, Hq, D] with contiguous heads.
 
-    `num_rows` is how many rows these requests have, or an upper bound; more makes programs that return at once.
+    `num_rows` is how many rows these requests have, or an upper bound; more makes programs that return at once. Where
+    `meta.decodes` is there, that many requests from `first_request` on are skipped.
     """
     heads, head_dim = q.shape[1], q.shape[2]
     group = heads // cache.num_kv_heads
@@ -205,11 +213,11 @@ def prefill(
     factor, cap = score_factors(scale, softcap)
     pdl = runtime.uses_dependent_launch(q.device)
     prefill_kernel[(num_tiles, cache.num_kv_heads)](
-        q, cache.k, cache.v, meta.block_table, meta.query_start, meta.seq_lens, q if sinks is None else sinks, out,
-        first_request, num_requests, factor, cap, NO_WINDOW if window is None else window,
-        q.stride(0), meta.block_table.stride(0), cache.k.stride(0), cache.k.stride(1), HQ=heads, GROUP=group,
-        D=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=block_m, BLOCK_N=tiles.block_n,
-        BLOCK_SIZE=cache.block_size, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
-        HAS_SINKS=sinks is not None, PRECISION=precision(q.dtype), PDL=pdl, launch_pdl=pdl,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        q, cache.k, cache.v, meta.block_table, meta.query_start, meta.seq_lens, q if sinks is None else sinks,
+        meta.seq_lens if meta.decodes is None else meta.decodes, out, first_request, num_requests, factor, cap,
+        NO_WINDOW if window is None else window, q.stride(0), meta.block_table.stride(0), cache.k.stride(0),
+        cache.k.stride(1), HQ=heads, GROUP=group, D=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_SIZE=cache.block_size, HAS_WINDOW=window is not None,
+        HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None, PRECISION=precision(q.dtype), PDL=pdl,
+        SKIPS=meta.decodes is not None, launch_pdl=pdl, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
