@@ -12,18 +12,26 @@ import time
 from collections import deque
 from typing import Any
 
+from octavo import ops
 from octavo.core.request import Request
 from octavo.core.scheduler import Scheduler, SchedulerConfig, Step
 from octavo.engine.config import EngineConfig
 from octavo.engine.dense_copies import keep_dense_copies
 from octavo.engine.embedding import causal_embedding_info, embedding_bytes
-from octavo.engine.loading import LoadedModel, load
+from octavo.engine.loading import LoadedModel, load, pick_device
 from octavo.engine.memory import KVCachePlan, StepLimits, plan_kv_cache, step_limits
 from octavo.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats
 from octavo.engine.outputs import Logprobs
 from octavo.engine.runner import InFlight, StepResult
 from octavo.engine.sampler import SamplingRow
-from octavo.engine.start import build_runner, compile_kernels, measure_step
+from octavo.engine.start import (
+    Phases,
+    build_runner,
+    collector_at_rest,
+    compile_kernels,
+    import_libraries,
+    measure_step,
+)
 from octavo.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -36,15 +44,24 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, *, is_serving: bool = False) -> None:
-        begin = time.perf_counter()
-        loaded = load(config)
-        keep_dense_copies(loaded, config.dense_copies)
+        begin, phases = time.perf_counter(), Phases()
+        self.start_seconds = phases.seconds
+        with collector_at_rest():
+            self._start(config, is_serving, phases)
+        self.info.load_seconds = time.perf_counter() - begin
+        logger.info("ready after %.1f s: %s", self.info.load_seconds, phases)
+
+    def _start(self, config: EngineConfig, is_serving: bool, phases: Phases) -> None:
+        ops.begin_ahead(pick_device(config.device))
+        with phases("weights"):
+            loaded = load(config)
+            keep_dense_copies(loaded, config.dense_copies)
         self._limits = limits = step_limits(config, loaded.device, is_serving)
-        self.start_seconds = {"load": time.perf_counter() - begin}  # by phase
-        self.num_compiled = compile_kernels(loaded, config, limits)
-        self.start_seconds["compile"] = time.perf_counter() - begin - sum(self.start_seconds.values())
-        memory = measure_step(loaded, config, limits)
-        self.start_seconds["profile"] = time.perf_counter() - begin - sum(self.start_seconds.values())
+        with phases("libraries"):
+            import_libraries(loaded, config)
+        with phases("kernels"):
+            self.num_compiled = compile_kernels(loaded, config, limits, phases)
+        memory = measure_step(loaded, config, limits, phases)
         free_bytes = loaded.free_bytes() - memory.num_bytes
         plan = plan_kv_cache(config, loaded.groups, loaded.model.max_position, free_bytes, limits)
         self._scheduler = Scheduler(
@@ -64,9 +81,9 @@ class Engine:
             loaded.groups,
             plan.num_blocks,
         )
-        use_graphs = memory.can_capture
-        self._runner = build_runner(loaded, config, limits, plan.num_blocks, plan.max_model_len, use_graphs)
-        self.start_seconds["capture"] = time.perf_counter() - begin - sum(self.start_seconds.values())
+        self._runner = build_runner(
+            loaded, config, limits, plan.num_blocks, plan.max_model_len, memory.can_capture, phases
+        )
         self._in_flight: deque[tuple[InFlight, float]] = deque()  # launched steps and when they were
         self._last_collected = 0.0
         self._seed = config.seed
@@ -76,7 +93,6 @@ class Engine:
         self._stats = EngineStats()
         self._peak_running, self._peak_kv_usage = 0, 0.0  # since the last snapshot
         self.info = _describe(config, loaded, plan, limits)
-        self.info.load_seconds = time.perf_counter() - begin
 
     @property
     def has_work(self) -> bool:

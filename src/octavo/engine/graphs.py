@@ -34,9 +34,10 @@ Head = Callable[[Tensor, Tensor, Tensor], Any]
 def decode_shapes(max_num_seqs: int, can_share: bool) -> list[DecodeShape]:
     """What gets a graph: batches of 1, 2, 4, then steps of 8, 16 and 32, up to and including `max_num_seqs`.
 
-    With `can_share`, every 32 requests another for those whose contexts begin alike.
+    Products take rows in tiles of 64 or 128 from some size on, and padding has no context to attend to, so that finer
+    steps would save next to nothing. With `can_share`, every 32 requests another for those whose contexts begin alike.
     """
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, max_num_seqs + 1, 32)]
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_num_seqs + 1, 32)]
     sizes = [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
     shapes = [DecodeShape(size) for size in sizes]
     if can_share and max_num_seqs >= MIN_REQUESTS:

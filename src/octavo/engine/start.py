@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +28,48 @@ _PROMPT_TOKENS = (1, 9, 16, 24, 32, 40, 64, 100, 128, 200, 256, 500, 512, 1000, 
 _EQUAL_PROMPTS = [2048] * 4  # and by these
 
 
+class Phases:
+    """Measures the phases of a start; `seconds` by name, in their order. One inside of another is not counted twice."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._inside = [0.0]  # seconds of phases inside of each that has begun
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        before, begin = self.seconds.setdefault(name, 0.0), time.perf_counter()
+        self._inside.append(0.0)
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - begin
+            self.seconds[name] = before + seconds - self._inside.pop()
+            self._inside[-1] += seconds
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
+
+
+@contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """No garbage is collected inside, unless by `gc.collect`, which does not look at what is there at the beginning.
+
+    A start imports much and throws little away, and the collector would look through all of it again and again: 0.4 of
+    the 1.0 s of importing FlashAttention 4.
+    """
+    was_enabled = gc.isenabled()
+    if torch.cuda.is_initialized():
+        gc.collect()  # a former engine may hold most of the device's memory
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
 @dataclass(frozen=True)
 class StepMemory:
     """Bytes that a step needs beside weights and KV cache, and whether decode steps can be captured."""
@@ -40,6 +85,7 @@ def build_runner(
     num_blocks: int,
     max_model_len: int,
     use_graphs: bool,
+    phases: Phases,
 ) -> Runner:
     """Allocate the KV cache and everything else that steps need, and capture the graphs if asked to."""
     bind_cache(
@@ -49,8 +95,11 @@ def build_runner(
     if not limits.uses_device_state:
         return HostRunner(loaded.model, groups, config.block_size, limits.max_num_seqs, max_model_len, loaded.device)
     runner = _device_runner(loaded, config, limits, max_model_len, use_graphs)
-    if runner.capture(runner.decode_shapes()):
-        runner.capture_prompts(runner.prompt_shapes())
+    with phases("decode graphs"):
+        is_captured = runner.capture(runner.decode_shapes())
+    if is_captured:
+        with phases("prompt graphs"):
+            runner.capture_prompts(runner.prompt_shapes())
     return runner
 
 
@@ -71,7 +120,13 @@ def _device_runner(
     return DeviceRunner(loaded.model, state, use_graphs, can_share)
 
 
-def compile_kernels(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) -> int:
+def import_libraries(loaded: LoadedModel, config: EngineConfig) -> None:
+    """Import what long prompts' attention takes from a library, before kernels are compiled beside it."""
+    for _, _, head_dim in _planned_shapes(loaded, config):
+        ops.import_attention(head_dim, loaded.dtype, loaded.device)
+
+
+def compile_kernels(loaded: LoadedModel, config: EngineConfig, limits: StepLimits, phases: Phases) -> int:
     """Compile what steps of this model launch, many kernels at a time; returns how many.
 
     Without it they are compiled one by one as they are met, those of small prompts while the first requests wait. A
@@ -94,6 +149,8 @@ def compile_kernels(loaded: LoadedModel, config: EngineConfig, limits: StepLimit
                         loaded.model(*_step_of(loaded, config, counts, num_decodes, past=1))
             if _EQUAL_PROMPTS[0] <= loaded.model.max_position and sum(_EQUAL_PROMPTS) <= most:
                 loaded.model(*_step_of(loaded, config, _EQUAL_PROMPTS, 0))
+            with phases("plans"):  # here, where threads still compile what was launched
+                _plan_attention(loaded, config, limits)
             _run_largest(loaded, config, limits)
         except Exception as error:
             logger.info("not all kernels are compiled ahead: %s: %s", type(error).__name__, error)
@@ -105,7 +162,7 @@ def _length(loaded: LoadedModel, config: EngineConfig) -> int:
     return config.max_model_len if isinstance(config.max_model_len, int) else loaded.model.max_position
 
 
-def measure_step(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) -> StepMemory:
+def measure_step(loaded: LoadedModel, config: EngineConfig, limits: StepLimits, phases: Phases) -> StepMemory:
     """Run the largest step on a cache of one block, and capture two graphs of each kind, to see what they take.
 
     Every further one is taken to need what the second of its kind added, since all of them share one pool.
@@ -113,7 +170,14 @@ def measure_step(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) 
     if loaded.device.type != "cuda":
         return StepMemory(0, False)
     bind_cache(loaded.model, loaded.groups, 1, config.block_size, loaded.kv_dtype, loaded.device, config.deterministic)
-    _plan_attention(loaded, config, limits)
+    with phases("plans"):
+        num_plans = _plan_attention(loaded, config, limits)
+        logger.info("%d plans or kernels for the attention of long prompts", num_plans)
+    with phases("memory"):
+        return _measure_memory(loaded, config, limits)
+
+
+def _measure_memory(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) -> StepMemory:
     num_bytes = _measure_peak(loaded, config, limits)
     before = _free_bytes(loaded.device)
     if config.enforce_eager:
@@ -135,15 +199,20 @@ def measure_step(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) 
     return StepMemory(num_bytes + graphs, can_capture)
 
 
-def _plan_attention(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) -> None:
-    """Plans of long prompts' attention: before memory is measured, which they keep some of, on the thread of steps."""
-    layers = [] if config.deterministic else loaded.model.attention_layers()
-    shapes = {
-        (x.num_heads, x.num_kv_heads, x.head_dim) for x in layers if not (x.window or x.softcap or x.shares_values)
-    }
+def _plan_attention(loaded: LoadedModel, config: EngineConfig, limits: StepLimits) -> int:
+    """Plans of long prompts' attention: before memory is measured, which they keep some of, on the thread of steps.
+
+    Those that are there already are not built again.
+    """
     sizes = (limits.max_prefill_tokens, _length(loaded, config), limits.max_num_seqs)
-    num_plans = sum(ops.plan_attention(*shape, loaded.dtype, loaded.device, *sizes) for shape in shapes)
-    logger.info("%d plans or kernels for the attention of long prompts", num_plans)
+    shapes = _planned_shapes(loaded, config)
+    return sum(ops.plan_attention(*shape, loaded.dtype, loaded.device, *sizes) for shape in shapes)
+
+
+def _planned_shapes(loaded: LoadedModel, config: EngineConfig) -> set[tuple[int, int, int]]:
+    """Heads, key heads and their size in layers whose long prompts a library may attend."""
+    layers = [] if config.deterministic else loaded.model.attention_layers()
+    return {(x.num_heads, x.num_kv_heads, x.head_dim) for x in layers if not (x.window or x.softcap or x.shares_values)}
 
 
 def _measure_prompt_graphs(runner: DeviceRunner, device: torch.device) -> int:

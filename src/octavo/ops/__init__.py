@@ -1,6 +1,6 @@
 """Every kernel behind one function: a torch reference that defines it, and faster versions for CPU and GPU."""
 
-from octavo.ops.compile_ahead import compile_ahead, plan_attention
+from octavo.ops.compile_ahead import begin_ahead, compile_ahead, import_attention, plan_attention
 from octavo.ops.decoder import DecoderLayer, FusedDecoder, fuse_decoder
 from octavo.ops.experts import experts, pack_experts
 from octavo.ops.experts_base import Expert, PackedExperts
@@ -46,11 +46,13 @@ __all__ = [
     "StepTensors",
     "add_rms_norm",
     "argmax",
+    "begin_ahead",
     "compile_ahead",
     "default_dtype",
     "experts",
     "fuse_decoder",
     "gelu_tanh_mul",
+    "import_attention",
     "keep_tokens",
     "latent_attention",
     "latent_rotary_and_store",

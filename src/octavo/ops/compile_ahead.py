@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -9,9 +10,24 @@ import torch
 from octavo.ops.triton import runtime
 
 _triton = runtime.lazy("ahead", "compile_ahead")
+_hash_compiler = runtime.lazy("ahead", "hash_compiler")
 _build_plans = runtime.lazy("attention_cudnn", "build_plans")
 _flash_fits = runtime.lazy("attention_flash", "fits")
 _prepare_flash = runtime.lazy("attention_flash", "prepare")
+
+
+def begin_ahead(device: torch.device) -> None:
+    """Begin with what `compile_ahead` needs and no model, in a thread: call it before weights are read."""
+    if device.type == "cuda" and runtime.unavailable() is None:
+        threading.Thread(target=_hash_compiler, name="hash-compiler", daemon=True).start()
+
+
+def import_attention(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Import the library that `paged_attention` takes for long prompts with such heads; False where there is none.
+
+    It takes about a second, all of it Python's own work, which threads would not shorten.
+    """
+    return device.type == "cuda" and runtime.unavailable() is None and bool(_flash_fits(dtype, head_dim))
 
 
 def compile_ahead(launch: Callable[[], object]) -> int:

@@ -32,3 +32,15 @@ assert inputs._write_state.run.__func__.__module__ == "triton.runtime.jit"
 def test_kernels_are_compiled_once_and_not_run(tmp_path: Path) -> None:
     expected = ["2 0 [0, 0, 0, 0, 0, 0, 0, 0]", "['CompiledKernel', 'CompiledKernel']"]
     assert run_without_gpu(SCRIPT, tmp_path) == expected
+
+
+def test_the_compiler_is_hashed_once(tmp_path: Path) -> None:
+    script = """
+from triton.runtime import cache
+from octavo.ops.triton import ahead
+
+assert cache.triton_key.cache_info().currsize == 0
+ahead.hash_compiler()
+print(cache.triton_key.cache_info().currsize)
+"""
+    assert run_without_gpu(script, tmp_path) == ["1"]

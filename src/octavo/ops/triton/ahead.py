@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from triton.runtime import cache
 from triton.runtime.jit import JITFunction
 
 try:
@@ -19,6 +20,14 @@ except ImportError:  # a release of triton without it: kernels are compiled when
     AsyncCompileMode = None
 
 _MOST_THREADS = 32
+
+
+def hash_compiler() -> None:
+    """Have Triton's hash of its own files made, 0.3 s, which is part of the name of every compiled kernel.
+
+    It is kept for the process, and most of it runs outside of the GIL.
+    """
+    getattr(cache, "triton_key", str)()  # some releases keep it elsewhere: then it is made when it is needed
 
 
 def compile_ahead(launch: Callable[[], object]) -> int:

@@ -15,6 +15,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +93,34 @@ def load() -> Any:
         return None
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # compiled kernels are kept beside Triton's
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path(triton.knobs.cache.dir) / "flash-attn-4"))
+    begin = time.perf_counter()
     try:
-        from flash_attn.cute import flash_attn_varlen_func
+        with _without_tracer():
+            from flash_attn.cute import flash_attn_varlen_func
     except ImportError as error:
         logger.info("long prompts run without FlashAttention 4 (pip install 'octavo[flash]'): %s", error)
         return None
+    logger.info("imported FlashAttention 4 in %.1f s", time.perf_counter() - begin)
     return flash_attn_varlen_func
+
+
+@contextmanager
+def _without_tracer() -> Iterator[None]:
+    """`torch.compiler.disable` marks nothing inside.
+
+    It would import torch._dynamo: 1.5 s of 2.5 on the CPU where that was measured. The package's dependency `quack`
+    marks two functions of a tuner with it, which only matters to who traces them with torch.compile.
+    """
+
+    def mark(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        return mark if fn is None else fn
+
+    disable = torch.compiler.disable
+    torch.compiler.disable = mark  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compiler.disable = disable
 
 
 def fits(dtype: torch.dtype, head_dim: int) -> bool:
