@@ -33,7 +33,7 @@ from octavo.ops.triton import (
 
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float8_e4m3fn: "*fp8e4nv"}
-INDICES = {"block_table", "query_start", "seq_lens", "arrived", "tables", "num_shared", "num_decodes", "decodes"}
+INDICES = {"block_table", "query_start", "seq_lens", "arrived", "tables", "num_shared", "counts"}
 FLOATS = {"scale", "softcap", "eps"}
 FLOAT_TENSORS = {"parts", "part_stats", "shared_parts", "shared_stats", "cos_sin", "past_lse", "chunk_lse"} | {
     "scales",

@@ -41,7 +41,7 @@ HIDDEN, INNER, QKV = 4096, 14336, 6144  # of the products
 
 
 def padded(meta: ops.AttentionMetadata, shape: PromptShape, on_device: bool) -> ops.AttentionMetadata:
-    """The step as its graph holds it; `on_device` tells the number of decodes there, and otherwise nobody knows it."""
+    """The step as its graph holds it; `on_device` tells how many decode there, and otherwise nobody knows."""
     real, padding = len(meta.slot_mapping), shape.num_tokens - len(meta.slot_mapping)
     absent = shape.max_requests - len(meta.seq_lens)
     starts = meta.query_start.tolist() + [real] * absent + [shape.num_tokens]
@@ -56,7 +56,10 @@ def padded(meta: ops.AttentionMetadata, shape: PromptShape, on_device: bool) -> 
         query_lens_host=None,
         seq_lens_host=None,
         num_decodes=0,
-        decodes=torch.tensor([meta.num_decodes], dtype=torch.int32, device=GPU) if on_device else None,
+        counts=torch.tensor([meta.num_decodes, len(meta.seq_lens)], dtype=torch.int32, device=GPU)
+        if on_device
+        else None,
+        max_prompts=shape.max_prompts,
     )
 
 
@@ -78,7 +81,7 @@ def attention(decodes: list[int]) -> None:
         lengths = [KEYS - count // 2 + i for i in range(count)] + [PROMPT]
         caches, meta = make_step(rows, lengths, 16, layers=LAYERS)
         tokens = next(n for n in NUM_TOKENS if n >= sum(rows))
-        shape = PromptShape(16 if count < 16 and tokens <= PROMPT else 128, tokens)
+        shape = PromptShape(128, tokens)
         q = queries(meta, SHAPES["8B"])
         wide = F.pad(q, (0, 0, 0, 0, 0, shape.num_tokens - len(q)))
         expected = exact(q, caches[0], meta)
@@ -167,7 +170,7 @@ def products() -> None:
     total = sum(n * k for n, k in weights.values())
     print("| rows | " + " | ".join(weights) + " | us a token | TFLOP/s |")
     print("|---" * 7 + "|")
-    for rows in (512, 576, 640, 704, 768, *range(1024, 4097, 128)):
+    for rows in (256, *range(384, 769, 32), 896, *range(1024, 4097, 128)):
         times = []
         for weight in made.values():
             x = torch.randn(rows, weight.shape[1], dtype=torch.bfloat16, device=GPU)

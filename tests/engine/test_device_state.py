@@ -126,7 +126,7 @@ def test_a_padded_step_of_prompts_is_the_step_and_rows_without_a_slot(groups: li
             assert not ids[total:].any() and not positions[total:].any() and not lengths[count:].any()
             assert all((part[total:] == -1).all() for part in slots)
             assert query_start.tolist()[count + 1 :] == [total] * (shape.max_requests - count) + [shape.num_tokens]
-            assert state.prompts_of(shape).decodes.tolist() == [step.num_decodes]
+            assert state.prompts_of(shape).counts.tolist() == [step.num_decodes, count]
             used.add((shape.num_tokens, total == shape.num_tokens, count == shape.max_requests, step.num_decodes > 0))
         sampled = {item.request.request_id: [rng.randrange(100)] for item in step.requests if item.sample}
         for request in scheduler.update(step, sampled):
@@ -149,7 +149,7 @@ def test_padding_for_warming_up_computes_nothing() -> None:
     state.send_padding(state.prompts_of(shape))
     prepared = state.prepare(state.prompts_of(shape), 32)
     ids, positions, lengths, query_start, slots = flat(prepared)
-    assert prepared[2].metadata[0].decodes.tolist() == [0] and prepared[2].metadata[0].num_decodes == 0
+    assert prepared[2].metadata[0].counts.tolist() == [0, 0] and prepared[2].metadata[0].num_decodes == 0
     assert not ids.any() and not positions.any() and not lengths.any() and (slots == -1).all()
     assert query_start.tolist() == [0, 0, 0, 0, 0, 16]
 
@@ -157,23 +157,26 @@ def test_padding_for_warming_up_computes_nothing() -> None:
 def test_steps_that_no_graph_of_prompts_serves_well_have_no_shape() -> None:
     shapes = prompt_shapes(256, 8192)
     assert shapes == sorted(shapes, key=lambda shape: (shape.num_tokens, shape.max_requests))
-    assert [shape.max_requests for shape in shapes if shape.num_tokens == 512] == [16, 128, 256]
-    assert [shape.max_requests for shape in shapes if shape.num_tokens == 576] == [128, 256]
-    assert [shape.max_requests for shape in shapes if shape.num_tokens == 64] == [16, 128]
+    assert [shape.max_requests for shape in shapes if shape.num_tokens == 512] == [128, 256]
+    assert [shape.max_requests for shape in shapes if shape.num_tokens == 64] == [64]
+    assert [PromptShape(256, n).max_prompts for n in (16, 512, 640, 2304)] == [32, 32, 40, 144]
     assert shapes[0] == PromptShape(16, 16) and shapes[-1] == PromptShape(256, 2304)
     assert prompt_shapes(4, 8) == []
-    assert prompt_shapes(4, 600)[-2:] == [PromptShape(4, 512), PromptShape(4, 576)]
+    assert prompt_shapes(4, 600)[-2:] == [PromptShape(4, 544), PromptShape(4, 576)]
 
-    def shape_of(num_requests: int, num_tokens: int, past: int = 0) -> PromptShape | None:
-        """Of a step of decodes far on, and of one prompt with `past` tokens before it."""
-        places = [(100_000, 1)] * (num_requests - 1) + [(past, num_tokens - num_requests + 1)]
+    def shape_of(num_requests: int, num_tokens: int, past: int = 0, num_prompts: int = 1) -> PromptShape | None:
+        """Of a step of decodes far on, and of prompts, the last with `past` tokens before it."""
+        places = [(100_000, 1)] * (num_requests - num_prompts) + [(0, 1)] * (num_prompts - 1)
+        places.append((past, num_tokens - num_requests + 1))
         request = Request("r", [1], SamplingParams())
         items = [ScheduledRequest(request, first, count, [1], [[]], sample=False) for first, count in places]
-        return fitting_shape(shapes, Step(0, items, num_tokens, num_decodes=num_requests - 1))
+        return fitting_shape(shapes, Step(0, items, num_tokens, num_decodes=num_requests - num_prompts))
 
-    assert shape_of(2, 12) == PromptShape(16, 16) and shape_of(2, 17) == PromptShape(16, 32)
-    assert shape_of(17, 20) == PromptShape(128, 32) and shape_of(129, 512) == PromptShape(256, 512)
-    assert shape_of(2, 513) == PromptShape(128, 576) and shape_of(129, 2304 - 1500) == PromptShape(256, 1024)
+    assert shape_of(2, 12) == PromptShape(16, 16) and shape_of(2, 17) == PromptShape(32, 32)
+    assert shape_of(40, 60) == PromptShape(64, 64) and shape_of(129, 512) == PromptShape(256, 512)
+    assert shape_of(40, 60, num_prompts=32) == PromptShape(64, 64)
+    assert shape_of(40, 60, num_prompts=33) == PromptShape(128, 544)
+    assert shape_of(2, 513) == PromptShape(128, 544) and shape_of(129, 2304 - 1500) == PromptShape(256, 1024)
     assert shape_of(2, 2305) is None and shape_of(257, 400) is None
     most = MAX_PROMPT_PAIRS // 500 - 500
     assert shape_of(2, 501, past=most) is not None and shape_of(2, 501, past=most + 1) is None

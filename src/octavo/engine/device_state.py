@@ -43,8 +43,8 @@ class PackedStep:
 
     rows, starts: int32 [S] with padding. tokens: int32 [T]. query_start: int32 [S + 1]. samples: int32 [3, R] (row of
     the hidden states, row of the state, sequence length), or None where all requests decode and sample. num_shared:
-    int32 [1], leading tokens that all have in common; decodes: int32 [1], the number of decodes; None where the device
-    need not know it.
+    int32 [1], leading tokens that all have in common; counts: int32 [2], the numbers of decodes and of requests; None
+    where the device need not know them.
     """
 
     staging: Staging
@@ -56,7 +56,7 @@ class PackedStep:
     samples: Tensor | None
     num_decodes: int
     num_shared: Tensor | None = None
-    decodes: Tensor | None = None
+    counts: Tensor | None = None
 
 
 class DeviceState:
@@ -177,9 +177,10 @@ class DeviceState:
             samples = packed[layout.samples : layout.samples + 3 * layout.num_samples].view(3, -1)
         starts = packed[layout.starts : layout.starts + size]
         tokens = packed[layout.tokens : layout.tokens + layout.num_tokens]
-        shared, decodes = (None if at is None else packed[at : at + 1] for at in (layout.shared, layout.decodes))
+        shared = None if layout.shared is None else packed[layout.shared : layout.shared + 1]
+        counts = None if layout.counts is None else packed[layout.counts : layout.counts + 2]
         rows = packed[:size]
-        return PackedStep(staging, layout, rows, starts, tokens, query_start, samples, num_decodes, shared, decodes)
+        return PackedStep(staging, layout, rows, starts, tokens, query_start, samples, num_decodes, shared, counts)
 
     def _transfer(self, staging: Staging, end: int, places: list[int], values: list[int]) -> None:
         """Send the first `end` words, and the changed entries behind them."""
@@ -236,7 +237,8 @@ class DeviceState:
                 query_lens_host=layout.query_lens,
                 seq_lens_host=layout.seq_lens,
                 num_shared=packed.num_shared,
-                decodes=packed.decodes,
+                counts=packed.counts,
+                max_prompts=layout.max_prompts,
             )
             for table, slots in zip(out.block_tables, out.slot_mappings, strict=True)
         )
@@ -271,8 +273,8 @@ class DeviceState:
             return
         padding.starts.zero_()
         padding.starts[-1:].fill_(-padding.layout.num_tokens)
-        if padding.decodes is not None:
-            padding.decodes.zero_()
+        if padding.counts is not None:
+            padding.counts.zero_()
         padding.query_start.zero_()
         padding.query_start[-1:].fill_(padding.layout.num_tokens)
 

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from octavo.core.step import ScheduledRequest, Step
 
+FEWEST_PROMPTS = 32  # that a step may hold which is padded, and one more for every so many of its tokens
+PROMPT_TOKENS = 16
 _ALIGN = 4  # sections begin at 16 bytes, so that kernels are compiled for one alignment only
 
 Words = NDArray[Any]  # int32
@@ -24,8 +26,8 @@ class Layout:
 
     The rows are at 0. `query_start` is None where every request has one token, and `samples` (int32 [3, num_samples]:
     row of the hidden states, row of the state, sequence length) where each of them samples as well. `shared` is where
-    the number of tokens stands that all requests share, `decodes` where the number of decodes does; None where the
-    device need not know it.
+    the number of tokens stands that all requests share, `counts` where the numbers of decodes and of requests do; None
+    where the device need not know them.
     """
 
     num_seqs: int
@@ -35,7 +37,8 @@ class Layout:
     end: int
     query_start: int | None = None
     shared: int | None = None
-    decodes: int | None = None
+    counts: int | None = None
+    max_prompts: int = 0  # of a step with `counts`
     samples: int | None = None
     num_samples: int = 0
     max_query_len: int = 1
@@ -91,7 +94,7 @@ class Staging:
 
 def words_needed(max_num_seqs: int, max_num_tokens: int) -> int:
     """Room for the sections of any step, without changes of the state; a padded one has a request more."""
-    return 6 * aligned(max_num_seqs + 2) + aligned(max_num_tokens) + aligned(1)
+    return 6 * aligned(max_num_seqs + 2) + aligned(max_num_tokens) + aligned(2)
 
 
 class PromptShape(NamedTuple):
@@ -104,11 +107,16 @@ class PromptShape(NamedTuple):
     max_requests: int
     num_tokens: int
 
+    @property
+    def max_prompts(self) -> int:
+        """Requests at most that do not decode: attention has programs for the last tile of each."""
+        return min(self.max_requests, max(FEWEST_PROMPTS, self.num_tokens // PROMPT_TOKENS))
+
     def layout(self) -> Layout:
         """Where the sections are, whatever the step."""
         layout = _mixed_layout(self.max_requests + 1, self.num_tokens)
-        layout.decodes = layout.end
-        layout.end = aligned(layout.end + 1)
+        layout.counts, layout.max_prompts = layout.end, self.max_prompts
+        layout.end = aligned(layout.end + 2)
         return layout
 
 
@@ -187,8 +195,8 @@ def _pad_mixed(words: Words, layout: Layout, step: Step, padding_row: int) -> No
     """Add what `PromptShape` says, and what the host knows of a step without a shape."""
     count, num_tokens = len(step.requests), step.num_tokens
     size, at, num_padded = layout.num_seqs, layout.query_start, layout.num_tokens - num_tokens
-    assert at is not None and layout.decodes is not None and count < size and num_padded >= 0
-    words[layout.decodes] = step.num_decodes
+    assert at is not None and layout.counts is not None and count < size and num_padded >= 0
+    words[layout.counts : layout.counts + 2] = step.num_decodes, count
     words[count:size] = padding_row
     words[layout.starts + count : layout.starts + size - 1] = 0
     words[layout.starts + size - 1] = -num_padded

@@ -1,9 +1,9 @@
 """CUDA graphs of steps that hold prompts, where launching them costs the host more than computing them the device.
 
 A step runs in the smallest shape that holds it. How many of its requests decode is on the device alone
-(`AttentionMetadata.decodes`): they have an attention kernel of their own there, and the grids of both kernels follow
-from numbers of tokens and of requests. A graph ends with the hidden states, padded rows of which hold anything; the few
-rows that sample are gathered and sampled by single calls.
+(`AttentionMetadata.counts`): they have an attention kernel of their own there, and the grids of both kernels follow
+from numbers of tokens, of requests and of prompts. A graph ends with the hidden states, padded rows of which hold
+anything; the few rows that sample are gathered and sampled by single calls.
 
 Up to which size that pays depends on the model: 32 layers are some 300 launches, 15 to 18 ms, which an 8B model needs
 for 600 tokens and a model of a tenth for 5,000. `worthwhile_tokens` says so from its sizes rather than from a clock, so
@@ -35,9 +35,8 @@ from octavo.ops.triton.runtime import num_multiprocessors
 
 logger = logging.getLogger(__name__)
 
-NUM_TOKENS = (16, 32, 64, 128, 256, 512, 576, 640, 704, 768, 1024, 1536, 2304)
-NUM_REQUESTS = (16, 128)  # and the most: each request that is not there costs a program a key head that returns at once
-MOST_OF_FEW = 512  # tokens up to which so few requests as the first of those have shapes of their own
+NUM_TOKENS = (16, 32, 64, 128, 256, 512, *range(544, 705, 32), 768, 1024, 1536, 2304)
+NUM_REQUESTS = 128  # and the most: a decode that is not there costs a program a key head that returns at once
 MAX_PROMPT_PAIRS = 1 << 21  # of a prompt's new tokens and its context: from there on attention has faster single calls
 LAUNCH_SECONDS = 0.52e-3  # of the host, for the single calls of a layer: 15 to 18 ms for 32 of them
 OPERATIONS_A_SECOND = 600e12 / 132  # of a multiprocessor in bf16, in products of so many rows
@@ -45,16 +44,12 @@ OPERATIONS_A_SECOND = 600e12 / 132  # of a multiprocessor in bf16, in products o
 
 def prompt_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[PromptShape]:
     """Shapes that may get a graph, in the order in which a step looks for its own."""
-    few, *_ = counts = sorted({min(count, max_num_seqs) for count in (*NUM_REQUESTS, max_num_seqs)})
     shapes = []
     for tokens in NUM_TOKENS:
         if tokens > max_num_batched_tokens:
             break
-        smaller = [0, *counts[:-1]]  # a step of so many tokens has fewer requests than tokens
-        wanted = [most for most, below in zip(counts, smaller, strict=True) if below < tokens]
-        if tokens > MOST_OF_FEW and len(wanted) > 1:
-            wanted.remove(few)
-        shapes += [PromptShape(most, tokens) for most in wanted]
+        most = min(tokens, max_num_seqs)  # a step of so many tokens has no more requests
+        shapes += [PromptShape(count, tokens) for count in sorted({min(most, NUM_REQUESTS), most})]
     return shapes
 
 
@@ -77,8 +72,8 @@ def fitting_shape(shapes: Sequence[PromptShape], step: Step) -> PromptShape | No
     prompts = step.requests[step.num_decodes :]
     if any(item.num_tokens * (item.start + item.num_tokens) > MAX_PROMPT_PAIRS for item in prompts):
         return None
-    count = len(step.requests)
-    return next((s for s in shapes if step.num_tokens <= s.num_tokens and count <= s.max_requests), None)
+    large = (s for s in shapes if step.num_tokens <= s.num_tokens and len(step.requests) <= s.max_requests)
+    return next((s for s in large if len(prompts) <= s.max_prompts), None)
 
 
 class PromptGraphs:

@@ -140,8 +140,9 @@ class AttentionMetadata:
     num_decodes: how many leading requests have exactly one query row.
     query_lens_host, seq_lens_host: the lengths [S] as the host knows them, for kernels that are chosen by length; None
         where the caller has none (or where a CUDA graph will run with other lengths).
-    decodes: int32 [1], the same where a CUDA graph will run with other numbers of them, and `num_decodes` is 0. A
-        kernel that does not read it takes all requests as prompts, which gives the same.
+    counts: int32 [2], how many requests decode and how many there are, where a CUDA graph will run with other numbers
+        of both; `num_decodes` is 0 then, and the last request is not one of them but has the rows that pad the step. A
+        kernel that does not read it takes all requests as prompts, which gives the same. At most `max_prompts` are.
     num_shared: int32 [1], leading keys that all requests of a step of decodes have in the same blocks, for kernels that
         then read them once; it may be 0. None where it is not worth a kernel's time.
     key_rows: of a kernel that reads gathered keys, which makes it in the first layer.
@@ -157,7 +158,8 @@ class AttentionMetadata:
     query_lens_host: list[int] | None = None
     seq_lens_host: list[int] | None = None
     num_shared: Tensor | None = None
-    decodes: Tensor | None = None
+    counts: Tensor | None = None
+    max_prompts: int = 0
     key_rows: Tensor | None = None
 
     def __post_init__(self) -> None:

@@ -21,9 +21,10 @@ from octavo.ops.triton.attention_prefill import prefill
 
 
 def on_device(meta: AttentionMetadata) -> AttentionMetadata:
-    """The metadata of a graph's step: the number of decodes is on the device alone."""
-    decodes = torch.tensor([meta.num_decodes], dtype=torch.int32, device=meta.seq_lens.device)
-    return replace(meta, num_decodes=0, decodes=decodes)
+    """The metadata of a graph's step: the numbers of decodes and of requests are on the device alone."""
+    present = int((meta.seq_lens > 0).sum())
+    counts = torch.tensor([meta.num_decodes, present], dtype=torch.int32, device=meta.seq_lens.device)
+    return replace(meta, num_decodes=0, counts=counts, max_prompts=present - meta.num_decodes)
 
 
 def mixed(
@@ -145,9 +146,9 @@ def test_a_graph_replays_for_other_numbers_of_decodes(device: torch.device) -> N
         out = paged_attention(q, cache, fixed, 0.1, None, None, None)
     for step in steps:
         meta = on_device(step.meta)
-        assert fixed.decodes is not None and meta.decodes is not None
+        assert fixed.counts is not None and meta.counts is not None
         for kept, new in zip(
-            (fixed.query_start, fixed.seq_lens, fixed.decodes), (meta.query_start, meta.seq_lens, meta.decodes),
+            (fixed.query_start, fixed.seq_lens, fixed.counts), (meta.query_start, meta.seq_lens, meta.counts),
             strict=True,
         ):  # fmt: skip
             kept.copy_(new)

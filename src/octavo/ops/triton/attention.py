@@ -41,7 +41,7 @@ def paged_attention(
     if meta.num_shared is not None and plain and decodes == q.shape[0]:
         decode_shared(q, cache, meta, out, scale, softcap)
         return out
-    if meta.decodes is not None:
+    if meta.counts is not None:
         decode_leading(q, cache, meta, out, min(requests, q.shape[0]), scale, window, softcap, sinks)
     if decodes:
         decode(q, cache, meta, out, decodes, scale, window, softcap, sinks)

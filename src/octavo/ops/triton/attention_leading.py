@@ -35,7 +35,7 @@ ONE_EACH = tl.constexpr(1 << 30)  # programs, more than there are parts, so that
 
 @triton.jit(do_not_specialize=["wave", "window", "stride_table"])
 def leading_kernel(
-    q, k_cache, v_cache, block_table, seq_lens, sinks, num_decodes, out, parts, part_stats, arrived, wave, scale,
+    q, k_cache, v_cache, block_table, seq_lens, sinks, counts, out, parts, part_stats, arrived, wave, scale,
     softcap, window, stride_q, stride_table, stride_block, stride_head, HKV: tl.constexpr, MOST_SPLITS: tl.constexpr,
     GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -43,7 +43,7 @@ def leading_kernel(
 ):  # fmt: skip
     """Grid (programs), in the order splits, key heads, requests; `wave` of them run at once."""
     place = tl.program_id(0)
-    pairs = tl.load(num_decodes) * HKV
+    pairs = tl.load(counts) * HKV
     num_splits = tl.maximum(tl.minimum(wave // tl.maximum(pairs, 1), MOST_SPLITS), 1)  # as `splits_for`
     num_splits = tl.where((pairs > wave) & (pairs <= wave * 3 // 2), 2, num_splits)
     pair = place // num_splits
@@ -52,7 +52,7 @@ def leading_kernel(
     length = tl.load(seq_lens + request, mask=is_used, other=0)
     split = tl.where(is_used, place % num_splits, 1)  # of a context without parts: nothing is computed, nor written
     attend_request(
-        q, k_cache, v_cache, block_table, sinks, num_decodes, parts, part_stats, out, parts, part_stats, arrived, scale,
+        q, k_cache, v_cache, block_table, sinks, counts, parts, part_stats, out, parts, part_stats, arrived, scale,
         softcap, window, 0, num_splits, stride_q, stride_table, stride_block, stride_head, split, num_splits,
         ONE_EACH, pair % HKV, HKV, request, length, GROUP, GROUP_ROWS, D, BLOCK_D, BLOCK_M, BLOCK_N, BLOCK_SIZE,
         HAS_SOFTCAP, HAS_SINKS, 0, PRECISION, MERGED, PDL,
@@ -79,8 +79,8 @@ def decode_leading(
     *,
     block_n: int | None = None,
 ) -> None:
-    """`attention_decode.decode` for the first `meta.decodes` requests, `max_requests` at most; no other row changes."""
-    assert meta.decodes is not None
+    """`attention_decode.decode` of the first `meta.counts[0]` requests, `max_requests` at most; other rows stay."""
+    assert meta.counts is not None
     heads, head_dim, kv_heads = q.shape[1], q.shape[2], cache.num_kv_heads
     group = heads // kv_heads
     tile = tile_for(head_dim, group, q.dtype, cache.dtype)
@@ -92,7 +92,7 @@ def decode_leading(
     factor, cap = score_factors(scale, softcap)
     pdl = runtime.uses_dependent_launch(q.device)
     leading_kernel[(programs,)](
-        q, cache.k, cache.v, meta.block_table, meta.seq_lens, q if sinks is None else sinks, meta.decodes, out, parts,
+        q, cache.k, cache.v, meta.block_table, meta.seq_lens, q if sinks is None else sinks, meta.counts, out, parts,
         stats, arrivals(q.device, max_requests * kv_heads), tile.programs * runtime.num_multiprocessors(q.device),
         factor, cap, NO_WINDOW if window is None else window, q.stride(0), meta.block_table.stride(0),
         cache.k.stride(0), cache.k.stride(1), HKV=kv_heads, MOST_SPLITS=MOST_SPLITS, GROUP=group,

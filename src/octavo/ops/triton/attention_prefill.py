@@ -96,9 +96,22 @@ def _attend_tiles(
     return row_max, row_sum, acc
 
 
+@triton.jit
+def _write_zeros(
+    out, head, first_row, end_row, BLOCK_Q: tl.constexpr, HQ: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Zeros for the query heads of a key head in a tile of rows, those before `end_row`."""
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    row = first_row + m // GROUP
+    mask = (m // GROUP < BLOCK_Q) & (row < end_row)
+    cells = row.to(tl.int64)[:, None] * (HQ * D) + (head * GROUP + m % GROUP)[:, None] * D + d[None]
+    tl.store(out + cells, tl.zeros((BLOCK_M, BLOCK_D), out.dtype.element_ty), mask=mask[:, None] & (d < D)[None])
+
+
 @triton.jit(do_not_specialize=["first_request", "num_requests", "window", "stride_table"])
 def prefill_kernel(
-    q, k_cache, v_cache, block_table, query_start, seq_lens, sinks, decodes, out, first_request, num_requests, scale,
+    q, k_cache, v_cache, block_table, query_start, seq_lens, sinks, counts, out, first_request, num_requests, scale,
     softcap, window, stride_q, stride_table, stride_block, stride_head, HQ: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
@@ -106,18 +119,25 @@ def prefill_kernel(
 ):  # fmt: skip
     """Grid (tiles of queries, key heads). The tiles of a request run from its end: the longest ones come first.
 
-    With SKIPS the first `decodes` requests are another kernel's; some request must be left.
+    With SKIPS only requests from counts[0] up to counts[1] are attended, by the first programs: which they are is known
+    while the kernel ahead still runs. Those behind write zeros to the rows of the last request, which pads the step.
     """
-    if SKIPS:
-        num_skipped = tl.load(decodes)
-        first_request += num_skipped
-        num_requests -= num_skipped
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
+    if SKIPS:
+        all_rows = tl.load(query_start + num_requests)
+        first_request, end_request = tl.load(counts), tl.load(counts + 1)
+        end_row = tl.load(query_start + end_request)
+        num_requests = end_request - first_request
+        tile = (end_row - tl.load(query_start + first_request)) // BLOCK_Q + num_requests - 1 - tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if SKIPS:  # noqa: SIM102 - one is known to the compiler, the other to the device
+        if tile < 0:
+            _write_zeros(out, head, end_row + (-1 - tile) * BLOCK_Q, all_rows, BLOCK_Q, HQ, GROUP, D, BLOCK_D, BLOCK_M)
+            return
     query_start += first_request
     nth = _request_of(query_start, num_requests, tile, BLOCK_Q)
     first_row = tl.load(query_start + nth)
@@ -201,7 +221,7 @@ def prefill(
     """Write the rows of requests first_request.. of `out` [T, Hq * D]; q is [T, Hq, D] with contiguous heads.
 
     `num_rows` is how many rows these requests have, or an upper bound; more makes programs that return at once. Where
-    `meta.decodes` is there, that many requests from `first_request` on are skipped.
+    `meta.counts` is there, they are all of the step, and those that decode are left out.
     """
     heads, head_dim = q.shape[1], q.shape[2]
     group = heads // cache.num_kv_heads
@@ -209,15 +229,15 @@ def prefill(
         fills_gpu = num_rows * heads >= 128 * runtime.num_multiprocessors(q.device)
         tiles = tiles_for(head_dim, q.dtype, fills_gpu)
     block_m = max(tiles.block_m, triton.next_power_of_2(group))
-    num_tiles = num_rows // (block_m // group) + num_requests
+    num_tiles = num_rows // (block_m // group) + (num_requests if meta.counts is None else meta.max_prompts + 1)
     factor, cap = score_factors(scale, softcap)
     pdl = runtime.uses_dependent_launch(q.device)
     prefill_kernel[(num_tiles, cache.num_kv_heads)](
         q, cache.k, cache.v, meta.block_table, meta.query_start, meta.seq_lens, q if sinks is None else sinks,
-        meta.seq_lens if meta.decodes is None else meta.decodes, out, first_request, num_requests, factor, cap,
+        meta.seq_lens if meta.counts is None else meta.counts, out, first_request, num_requests, factor, cap,
         NO_WINDOW if window is None else window, q.stride(0), meta.block_table.stride(0), cache.k.stride(0),
         cache.k.stride(1), HQ=heads, GROUP=group, D=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_M=block_m, BLOCK_N=tiles.block_n, BLOCK_SIZE=cache.block_size, HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None, PRECISION=precision(q.dtype), PDL=pdl,
-        SKIPS=meta.decodes is not None, launch_pdl=pdl, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        SKIPS=meta.counts is not None, launch_pdl=pdl, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
