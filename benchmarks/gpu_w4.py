@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.cuda import compiler, linear_w4
-from octavo.ops.cuda.linear_w4 import Sizes
+from octavo.ops.cuda.linear_w4 import Shape, Sizes
 from octavo.ops.triton import runtime
 from octavo.ops.triton.weights import TritonCodes, TritonWeight
 
@@ -35,10 +35,6 @@ SHAPES = {
     "8B": [(6144, 4096, None), (4096, 4096, None), (28672, 4096, "silu"), (4096, 14336, None)],
     "0.6B": [(4096, 1024, None), (1024, 2048, None), (6144, 1024, "silu"), (1024, 3072, None)],
 }
-BLOCKS = [
-    (2, 4, 2, 2, 4), (2, 4, 2, 3, 6), (2, 2, 2, 2, 4), (1, 4, 2, 2, 4), (1, 4, 2, 4, 8), (1, 4, 4, 2, 8),
-    (1, 8, 2, 2, 4), (1, 4, 1, 4, 4), (1, 7, 2, 2, 4), (1, 7, 4, 2, 8),
-]  # fmt: skip
 
 
 def random_weight(n: int, k: int) -> TritonCodes:
@@ -69,26 +65,22 @@ def seconds_each(calls: Sequence[Callable[[], Any]], repeats: int = 5) -> float:
     return sorted(times[1:])[repeats // 2]
 
 
-def candidates(rows: int, n: int, k: int) -> list[Sizes]:
-    nt = next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
-    units = k // 128
-    found: list[Sizes] = []
-    for block, parts in itertools.product(BLOCKS, (1, 2, 3, 4, 6, 8, 12, 16)):
-        sizes = Sizes(nt, *block, parts)
-        blocks = -(-n // sizes.rows) * parts
-        if parts > units // 2 or -(-units // -(-units // parts)) != parts or sizes.shared_bytes > 220_000:
-            continue
-        if (parts > 1 and blocks > 1100) or (blocks < 60 and parts < min(16, units // 2)):
-            continue
-        found.append(sizes)
-    return found
+def candidates(shape: Shape) -> list[Sizes]:
+    """Tiles a pass, warps and parts of K, with a ring as large as half or all of a multiprocessor's memory allows."""
+    found = []
+    for mt, kw, parts, room in itertools.product((1, 2, 4), (4, 8, 16), (1, 2, 4), (112 << 10, 226 << 10)):
+        sizes = Sizes(mt, kw, 0, min(132 // parts, shape.n // (32 if shape.gated else 16)), parts)
+        stages = min((room - shape.shared_bytes(sizes)) // shape.stage_bytes(sizes), 16)
+        if stages >= 2 and not (shape.gated and mt == 1) and shape.units_a_part(sizes) >= kw:
+            found.append(sizes._replace(stages=stages))
+    return list(dict.fromkeys(found))
 
 
-def compile_all(wanted: set[tuple[Any, ...]]) -> None:
+def compile_all(wanted: set[tuple[Shape, Sizes]]) -> None:
     """Into the cache, side by side."""
     target = "sm_{}{}a".format(*torch.cuda.get_device_capability())
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda key: compiler._cached("few_rows_w4", linear_w4.macros(*key), target), wanted))
+        list(pool.map(lambda key: compiler._cached("few_rows_w4", key[0].macros(key[1], False), target), wanted))
 
 
 def check(x: Tensor, weight: TritonCodes, gate: str | None, out: Tensor) -> None:
@@ -98,6 +90,10 @@ def check(x: Tensor, weight: TritonCodes, gate: str | None, out: Tensor) -> None
         y = torch.nn.functional.silu(first) * second
     error = float((out.float() - y).norm() / y.norm())
     assert error < 0.01, error
+
+
+def shape_of(rows: int, n: int, k: int, gate: str | None) -> Shape:
+    return Shape(rows, n, k // 128, 1, False, gate is not None)
 
 
 def _product(x: Tensor, gate: str | None, sizes: Sizes, weight: TritonCodes) -> Tensor:
@@ -112,7 +108,7 @@ def best_sizes(
     triton = seconds_each([functools.partial(TritonWeight.few, weight, x, gate=gate) for weight in weights])
     found: list[tuple[float, Sizes]] = []
     until = time.perf_counter() + budget
-    for sizes in candidates(rows, n, k):
+    for sizes in candidates(shape_of(rows, n, k, gate)):
         if found and time.perf_counter() > until:
             break
         check(x, weights[0], gate, _product(x, gate, sizes, weights[0]))
@@ -139,11 +135,10 @@ def layer_times(rows: int, layers: list[list[TritonCodes]], shapes: Any, chosen:
                 if kernel == "triton":
                     TritonWeight.few(weight, x, gate=gate)
                 else:
-                    sizes = (
-                        chosen[rows, n, k]
-                        if kernel == "best"
-                        else linear_w4.sizes_for(rows, weight.shape[0], k, runtime.num_multiprocessors(x.device))
-                    )
+                    processors = runtime.num_multiprocessors(x.device)
+                    by_rule = linear_w4.sizes_for(shape_of(rows, n, k, gate), processors)
+                    assert by_rule is not None
+                    sizes = chosen[rows, n, k] if kernel == "best" else by_rule
                     _product(x, gate, sizes, weight)
 
         return seconds_each([functools.partial(layer, weights) for weights in layers]) * 1e6
@@ -162,11 +157,8 @@ def main() -> None:
     all_rows, shapes = [int(rows) for rows in options.rows.split(",")], SHAPES[options.shape]
     begin = time.perf_counter()
     layers = [[random_weight(n, k) for n, k, _ in shapes] for _ in range(6 if options.shape == "8B" else 28)]
-    wanted = {
-        (sizes._replace(parts=1), linear_w4.steps_a_group(k, k // GROUP), False, gate is not None, False)
-        for rows, (n, k, gate) in itertools.product(all_rows, shapes)
-        for sizes in candidates(rows, n, k)
-    }
+    problems = [shape_of(rows, *shape) for rows, shape in itertools.product(all_rows, shapes)]
+    wanted = {(shape._replace(rows=shape.room), sizes) for shape in problems for sizes in candidates(shape)}
     compile_all(wanted)
     print(f"{len(wanted)} kernels compiled after {time.perf_counter() - begin:.1f} s", flush=True)
     results, chosen = [], {}

@@ -17,6 +17,7 @@
 #define __shared__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define BY_VALUE
 #define DYNAMIC_SHARED(name) unsigned char* name = emulator::shared.data()
 
 using std::max;
@@ -32,7 +33,7 @@ inline std::vector<ucontext_t> fibers;
 inline std::vector<char> done;
 inline std::vector<Lane> lanes[2];  // what each thread brought to its warp's product, alternately
 inline std::vector<int> turns;      // products that a thread has taken part in
-inline std::vector<int> arrived, released;  // by barrier: one a warp, the last for the block
+inline std::vector<int> arrived, released;  // by barrier: one a warp, one for the block, one for part of it
 inline ucontext_t scheduler;
 inline int current;
 
@@ -76,8 +77,8 @@ inline void run_block(int threads) {
     done.assign(threads, 0);
     turns.assign(threads, 0);
     for (auto& bank : lanes) bank.assign(threads, {});
-    arrived.assign(threads / 32 + 1, 0);
-    released.assign(threads / 32 + 1, 0);
+    arrived.assign(threads / 32 + 2, 0);
+    released.assign(threads / 32 + 2, 0);
     for (int i = 0; i < threads; i++) {
         getcontext(&fibers[i]);
         fibers[i].uc_stack.ss_sp = &stacks[i * STACK];
@@ -114,51 +115,108 @@ inline void launch(Dim blocks, int threads, size_t bytes, std::function<void()> 
 struct alignas(16) Words { uint32_t w[4]; };
 struct uint2 { uint32_t x, y; };
 
-inline void __syncthreads() { emulator::barrier((int)emulator::released.size() - 1, (int)emulator::fibers.size()); }
+inline void __syncthreads() { emulator::barrier((int)emulator::released.size() - 2, (int)emulator::fibers.size()); }
+inline void sync_multipliers(int threads) { emulator::barrier((int)emulator::released.size() - 1, threads); }
+inline void sync_warp() { emulator::barrier(emulator::thread.x / 32, 32); }
 inline void wait_for_kernel_ahead() {}
 inline void let_next_kernel_start() {}
-inline Words load_words(const Words* p) { return *p; }
 inline void copy_async(void* to, const void* from) { std::memcpy(to, from, 16); }
-inline void copies_commit() {}
+
+// An mbarrier: arrivals of a phase that are awaited and still to come, bytes on their way, and which phase it is.
+struct Signal { uint16_t awaited, left, phase; int16_t bytes; };
+static_assert(sizeof(Signal) == 8, "an mbarrier has 8 bytes");
+inline void signal_turn(Signal* s) {
+    if (s->left || s->bytes) return;
+    s->left = s->awaited;
+    s->phase ^= 1;
+}
+inline void signal_init(unsigned long long* s, uint32_t arrivals) { *(Signal*)s = {(uint16_t)arrivals, (uint16_t)arrivals, 0, 0}; }
+inline void signals_ready() {}
+inline void signal_arrive(unsigned long long* p) {
+    Signal* s = (Signal*)p;
+    if (!s->left) std::abort();
+    s->left--;
+    signal_turn(s);
+}
+inline void signal_expect(unsigned long long* p, uint32_t bytes) {
+    ((Signal*)p)->bytes += bytes / 16;
+    signal_arrive(p);
+}
+inline void signal_wait(unsigned long long* p, uint32_t parity) {
+    while (((Signal*)p)->phase == parity) emulator::yield();
+}
+inline void copy_bulk(void* to, const void* from, uint32_t bytes, unsigned long long* p) {
+    if (bytes % 16 || (uintptr_t)from % 16) std::abort();  // what the hardware refuses
+    std::memcpy(to, from, bytes);
+    ((Signal*)p)->bytes -= bytes / 16;
+    signal_turn((Signal*)p);
+}
+// A tensor of rows, of which boxes of 16 rows by `box` bytes are copied; the address in shared memory is a multiple of 128.
+struct TensorMap { const unsigned char* data; uint64_t rows, row_bytes, box; };
+inline void fetch_map(const TensorMap*) {}
+inline void copy_box(void* to, const TensorMap* map, int word, int row, unsigned long long* p) {
+    if (((unsigned char*)to - emulator::shared.data()) % 128) std::abort();
+    for (int r = 0; r < 16; r++)
+        for (uint64_t i = 0; i < map->box; i++) {
+            const uint64_t byte = 4 * word + i;
+            const bool inside = row + r < (int)map->rows && byte < map->row_bytes;
+            ((unsigned char*)to)[r * map->box + i] = inside ? map->data[(row + r) * map->row_bytes + byte] : 0;
+        }
+    ((Signal*)p)->bytes -= map->box;  // 16 rows, in pieces of 16 bytes
+    signal_turn((Signal*)p);
+}
 inline void copies_wait() {}
 inline float reciprocal_root(float x) { return 1.0f / std::sqrt(x); }
-inline uint32_t times(uint32_t x, uint32_t y) {
-    using namespace emulator;
-    return rounded(bf16(x, 0) * bf16(y, 0)) | (uint32_t)rounded(bf16(x, 1) * bf16(y, 1)) << 16;
-}
 inline float from_bf16(uint16_t x) { return emulator::bf16(x, 0); }
 inline uint16_t to_bf16(float x) { return emulator::rounded(x); }
 inline int arrive(int* counter) { return (*counter)++; }
 inline float load_partial(const float* p) { return *p; }
 inline float exponential(float x) { return std::exp(x); }
 
-// Each half holds a code of 4 bits in its low nibble.
-inline uint32_t as_bf16(uint32_t halves) {
-    const uint32_t low = emulator::rounded(float(halves & 15) - 8.0f);
-    const uint32_t high = emulator::rounded(float(halves >> 16 & 15) - 8.0f);
-    return low | high << 16;
+inline float warp_sum(float value) {
+    static float values[2][1024];
+    const int me = emulator::thread.x;
+    float* bank = values[emulator::turns[me]++ % 2];
+    bank[me] = value;
+    emulator::barrier(me / 32, 32);
+    emulator::thread.x = me;
+    float sum = 0.0f;
+    for (int lane = 0; lane < 32; lane++) sum += bank[me / 32 * 32 + lane];
+    return sum;
 }
-
-template <int BYTE> inline uint32_t both_bytes(uint32_t first, uint32_t second) {
-    const uint32_t a = first >> 8 * BYTE & 255, b = second >> 8 * BYTE & 255;
-    return a | a << 8 | b << 16 | b << 24;
+inline uint32_t quad_max(uint32_t value) {
+    static uint32_t values[2][1024];
+    const int me = emulator::thread.x;
+    uint32_t* bank = values[emulator::turns[me]++ % 2];
+    bank[me] = value;
+    emulator::barrier(me / 32, 32);
+    emulator::thread.x = me;
+    return *std::max_element(bank + me / 4 * 4, bank + me / 4 * 4 + 4);
 }
+template <int SELECT> inline uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    const auto byte = [](uint32_t word) { return word >> 8 * SELECT & 255; };
+    return byte(a) | byte(b) << 8 | byte(c) << 16 | byte(d) << 24;
+}
+inline uint32_t signed_codes(uint32_t word) { return (word ^ 0x88888888u) & 0xf0f0f0f0u; }
+inline uint32_t bits_of(float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return bits; }
+inline float number_of(uint32_t bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 
-// mma.m16n8k16, as PTX lays out its fragments: lane 4 g + t has rows g and g + 8 of A, column g of B.
-inline void mma(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
+// mma.m16n8k32, as PTX lays out its fragments: lane 4 g + t has rows g and g + 8 of A, column g of B.
+inline void mma_int8(int* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
     using namespace emulator;
-    const int me = thread.x, warp = me / 32, lane = me % 32, g = lane / 4, t = lane % 4;
+    const int me = thread.x, warp = me / 32, lane = me % 32, t = lane % 4;
     auto& bank = lanes[turns[me]++ % 2];
     bank[me] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
     barrier(warp, 32);
     thread.x = me;
+    const auto byte = [](uint32_t word, int i) { return (int)(int8_t)(word >> 8 * i & 255); };
     for (int cell = 0; cell < 4; cell++) {
         const int high = cell / 2, column = 2 * t + cell % 2;
-        for (int k = 0; k < 16; k++) {
-            const int owner = k % 8 / 2, upper = k / 8, half = k % 2;
-            const Lane& row = bank[warp * 32 + 4 * g + owner];
+        for (int k = 0; k < 32; k++) {
+            const int owner = k % 16 / 4, upper = k / 16;
+            const Lane& row = bank[warp * 32 + lane / 4 * 4 + owner];
             const Lane& other = bank[warp * 32 + 4 * column + owner];
-            c[cell] += bf16(row.a[2 * upper + high], half) * bf16(other.b[upper], half);
+            c[cell] += byte(row.a[2 * upper + high], k % 4) * byte(other.b[upper], k % 4);
         }
     }
 }

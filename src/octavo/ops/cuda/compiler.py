@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import site
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,9 @@ import torch
 from octavo.folders import cache_folder
 
 _SUCCESS = 0
+_INCLUDE = re.compile(rb'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent
 _OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _FREE_SHARED = 48 << 10  # bytes that a block may have without asking
 
@@ -42,7 +45,7 @@ class _Config(ctypes.Structure):
 
 
 class Kernel:
-    """A loaded kernel; `launch` takes tensors (or None for a null pointer), ints and floats, as its signature has."""
+    """A loaded kernel; `launch` takes what its signature has: tensors or None, ints, floats, structures as bytes."""
 
     def __init__(self, function: ctypes.c_void_p, threads: int, shared_bytes: int) -> None:
         self._function, self._threads, self._shared = function, threads, shared_bytes
@@ -62,11 +65,32 @@ class Kernel:
 
 
 def _value(argument: Any) -> Any:
+    if isinstance(argument, bytes):
+        return (ctypes.c_char * len(argument)).from_buffer_copy(argument)
     if argument is None:
         return ctypes.c_void_p(0)
     if isinstance(argument, torch.Tensor):
         return ctypes.c_void_p(argument.data_ptr())
     return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int(argument)
+
+
+_WORDS = 2  # CU_TENSOR_MAP_DATA_TYPE_UINT32
+_PROMOTION = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+
+
+@functools.lru_cache(4096)
+def tensor_map(address: int, rows: int, row_bytes: int, box_bytes: int, box_rows: int) -> bytes:
+    """The CUtensorMap by which kernels copy boxes of rows of 32-bit words; all that is read by boxes is rows."""
+    described = (ctypes.c_uint64 * 16)()
+    _check(
+        _driver().cuTensorMapEncodeTiled(
+            ctypes.byref(described), _WORDS, 2, ctypes.c_void_p(address), (ctypes.c_uint64 * 2)(row_bytes // 4, rows),
+            (ctypes.c_uint64 * 1)(row_bytes), (ctypes.c_uint32 * 2)(box_bytes // 4, box_rows),
+            (ctypes.c_uint32 * 2)(1, 1), 0, 0, _PROMOTION, 0,
+        ),
+        "cuTensorMapEncodeTiled",
+    )  # fmt: skip
+    return bytes(described)
 
 
 @functools.cache
@@ -92,13 +116,15 @@ def load(name: str, macros: Mapping[str, int], threads: int, shared_bytes: int) 
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     _check(_driver().cuModuleLoadData(ctypes.byref(module), binary), "cuModuleLoadData")
     _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
+    # A block of the next kernel can join this one's on a multiprocessor only if its memory is not lent to the L1 cache.
+    _check(_driver().cuFuncSetAttribute(function, _CARVEOUT, 100), "cuFuncSetAttribute")
     if shared_bytes > _FREE_SHARED:
         _check(_driver().cuFuncSetAttribute(function, _DYNAMIC_SHARED, shared_bytes), "cuFuncSetAttribute")
     return Kernel(function, threads, shared_bytes)
 
 
 def _cached(name: str, macros: Mapping[str, int], target: str) -> bytes:
-    source = (Path(__file__).parent / f"{name}.cu").read_bytes()
+    source = read_source(Path(__file__).parent / f"{name}.cu")
     options = [f"--gpu-architecture={target}", "--std=c++17", *(f"-D{key}={value}" for key, value in macros.items())]
     version = f"{_nvrtc_version()}"
     key = hashlib.sha256(b"\0".join((source, version.encode(), *(option.encode() for option in options)))).hexdigest()
@@ -111,6 +137,11 @@ def _cached(name: str, macros: Mapping[str, int], target: str) -> bytes:
     part.write_bytes(binary)
     os.replace(part, path)
     return binary
+
+
+def read_source(path: Path) -> bytes:
+    """A kernel's program, with the files of its folder that it includes."""
+    return _INCLUDE.sub(lambda line: (path.parent / line[1].decode()).read_bytes(), path.read_bytes())
 
 
 def compile_source(source: bytes, options: list[str]) -> bytes:

@@ -1,245 +1,248 @@
-// Products of few rows with 4-bit weights: y = x W^T, reading W once from memory, with tensor cores and no detour
-// through shared memory.
+// Products of few rows with 4-bit weights: y = x W^T, with W streamed through shared memory by bulk copies that never stop.
 //
-// The weight is the large operand of mma.m16n8k16: 16 rows of W by 16 columns, times up to 8 rows of x. Which column of
-// W is called which k of the product is free as long as x says the same. With words in linear_w4's order (bits 4 j to
-// 4 j + 3 of word i hold column 16 j + i of a unit of 128) step j gives lane (g, t) columns 16 j + 4 t .. + 3, which are
-// nibble j of its words 4 t .. 4 t + 3: one load of 16 bytes feeds eight steps of a row, and four lanes read 64
-// neighbouring bytes. A code becomes a bf16 number by being set below the exponent of 128 (see linear_w4).
+// One block a multiprocessor. One of its threads copies; its warps multiply, each its share of every stage of the ring, and
+// their sums meet in shared memory. A block goes through its tiles of W in passes, and the copies for the next pass run on
+// while the sums of the last one are added and written. Weights are asked for before the wait for the kernel ahead, which
+// does not write them.
 //
-// A block takes ROWS rows of W and a part of K. Its warps share them: RW along rows, KW along units. x comes in chunks
-// of CHUNK units through shared memory, and blocks begin with different chunks: when all ask for the same lines at once,
-// that takes longer than the weights. Where K is split over blocks, the last one to arrive adds all parts in order.
+// Codes are multiplied as integers, because a code becomes a signed byte in one or two instructions and a bf16 number in
+// four. For that a row of x is written as 256 high + low, two bytes a column and a scale a unit of 128 columns: 16 bits from
+// the largest value of the unit down, where bf16 has 8. W is the large operand of mma.m16n8k32: 16 rows of W by 32
+// columns; high and low bytes of up to four rows of x are the eight columns of the other. Which column of W is called which
+// k is free as long as x says the same, so a lane takes 16 bytes of a row as they lie: lane (g, t) words 4 t .. 4 t + 3 of
+// a unit, of rows g and g + 8. Step i multiplies the low and the high nibbles of words 4 t + i; nibble j of word i is column
+// 16 j + i (see linear_w4).
 //
-// Compiled with NT (tiles of 8 rows of x), MT (tiles of 16 rows of W a warp), RW, KW, AHEAD (units that a warp has asked
-// for), CHUNK, GJ (steps that share a scale: 8, 4, 2, or 0 for one scale a row), NORMED, GATED, OUT_FLOAT.
-//
-// An RMS norm of x needs no pass of its own: x * weight enters the product, the squares of x are summed beside it, and the
-// rows of the result are scaled at the end.
+// Compiled with NT (tiles of 4 rows of x), X_ROWS (rows of x that there is room for: 1 or 4 NT), MT (tiles of 16 rows of W a
+// pass), KW (warps that multiply), STAGES (of KW units each), SPU (scales a unit: 1, 2, 4, or 0 for one scale a row),
+// NORMED, GATED, OUT_FLOAT.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
+#include "hopper.cuh"
 
-#ifndef EMULATED
-#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
-struct __align__(16) Words { u32 w[4]; };
+constexpr int UNIT = 64, COLUMNS = 128;                               // bytes of a row of W, and columns that they are
+constexpr int X_UNIT = 2 * COLUMNS;                                   // bytes of a row of x
+constexpr int MULTIPLIERS = 32 * KW;                                  // threads
+static_assert(X_ROWS == 1 ? NT == 1 : X_ROWS == 4 * NT, "room for one row, or for all of the tiles");
+constexpr int ROW_STRIDE = KW * UNIT;                                 // bytes from row to row of a stage
+constexpr int SCALES = 16 * 4 * SPU;                                  // bytes of a unit's scales of a tile
+constexpr int SCALE_STRIDE = KW * SCALES;
+constexpr int BOX_BYTES = 16 * ROW_STRIDE;                            // of a tile in a stage; scales are behind all boxes
+constexpr int STAGE_BYTES = (MT * (BOX_BYTES + SCALE_STRIDE) + 127) / 128 * 128;
+constexpr int PASS_ROWS = MT * 16, SUM_STRIDE = PASS_ROWS + 4;        // from the sums of a row of x to the next
+constexpr int SUMS = KW * X_ROWS * SUM_STRIDE;                        // of a pass, of all warps
+constexpr int OUTPUTS = GATED ? PASS_ROWS / 2 : PASS_ROWS;            // columns of the result a pass
+constexpr int GROUP_TILES = GATED ? MT / 2 : MT;                      // tiles of the result a pass
+static_assert(!GATED || MT % 2 == 0, "a gate and what it gates are in one pass");
 
-__device__ __forceinline__ void wait_for_kernel_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
-
-__device__ __forceinline__ Words load_words(const Words* p) {
-    Words r;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r.w[0]), "=r"(r.w[1]), "=r"(r.w[2]), "=r"(r.w[3]) : "l"(p));
-    return r;
-}
-
-__device__ __forceinline__ void copy_async(void* shared, const void* global) {
-    u32 s = (u32)__cvta_generic_to_shared(shared);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(s), "l"(global) : "memory");
-}
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
-
-__device__ __forceinline__ void mma(float* c, const u32* a, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Byte SELECT of both words, each twice: two halves whose low nibbles are one step's codes and the next ones the next's.
-template <int BYTE> __device__ __forceinline__ u32 both_bytes(u32 first, u32 second) {
-    constexpr u32 select = ((4 + BYTE) << 12) | ((4 + BYTE) << 8) | (BYTE << 4) | BYTE;
-    return __byte_perm(first, second, select);
-}
-
-// Two codes of 4 bits (low nibble of each half) as bf16, less 8.
-__device__ __forceinline__ u32 as_bf16(u32 halves) {
-    u32 placed, r;
-    asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(placed) : "r"(halves));
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(placed), "r"(0x3f803f80u), "r"(0xc308c308u));
-    return r;
-}
-
-__device__ __forceinline__ u32 times(u32 x, u32 y) {
-    u32 r;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
-    return r;
-}
-__device__ __forceinline__ float reciprocal_root(float x) { return rsqrtf(x); }
-__device__ __forceinline__ float from_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
-__device__ __forceinline__ u16 to_bf16(float x) {
-    u16 r;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x));
-    return r;
-}
-__device__ __forceinline__ int arrive(int* counter) {
-    __threadfence();
-    return atomicAdd(counter, 1);
-}
-__device__ __forceinline__ float load_partial(const float* p) { return __ldcg(p); }
-__device__ __forceinline__ float exponential(float x) { return __expf(x); }
-#endif
-
-constexpr int WARPS = RW * KW, THREADS = 32 * WARPS, ROWS = RW * MT * 16, BATCH = 8 * NT;
-constexpr int STRIDE = CHUNK * 128 + 16;  // halves from one row of x in shared memory to the next: 32 bytes of offset
-constexpr int INPUTS = (BATCH + NORMED) * STRIDE;  // halves of a chunk of x, and of the norm's weight behind it
-constexpr int SUMS = ROWS + 4;            // floats from one row of the results to the next
-constexpr int ROUNDS = CHUNK / KW;  // units of a chunk that a warp multiplies
-static_assert(CHUNK % (KW * AHEAD) == 0, "a warp's units of a chunk must come round to the same registers");
-
-// The row of W that row r of a block's tile is; with a gate the second half of a tile are the rows that are gated.
-__device__ __forceinline__ int weight_row(int r, int tile, int n) {
-    if (GATED) {
-        const int half = r / (ROWS / 2);
-        return min(tile * (ROWS / 2) + r % (ROWS / 2), n - 1) + half * n;
-    }
-    return min(tile * ROWS + r, n - 1);
-}
-
-struct Unit {
-    Words words[MT][2];
-    float scale[MT][2];
+struct Sizes {
+    int rows, n, units, first_unit, last_unit, first_tile, last_tile;  // tiles of the result, units of this part
+    int passes, rounds;
 };
 
-// Where the rows of a lane begin: their words (of a lane's t) and their scales.
-struct Places {
-    u32 words[MT][2], scale[MT][2];
-};
-
-__device__ __forceinline__ void load_unit(Unit& u, const Words* w, const float* scale, const Places& at, u32 unit,
-                                          int group_shift) {
-#pragma unroll
-    for (int i = 0; i < MT; i++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            u.words[i][h] = load_words(w + (at.words[i][h] + unit * 4));
-            if (GJ == 8) u.scale[i][h] = scale[at.scale[i][h] + (unit >> group_shift)];
-        }
+__device__ __forceinline__ Sizes sizes_of(int rows, int n, int units, int units_a_part) {
+    Sizes s;
+    const int tiles = n / 16;
+    s.rows = rows; s.n = n; s.units = units;
+    s.first_unit = blockIdx.y * units_a_part;
+    s.last_unit = min(s.first_unit + units_a_part, units);
+    s.first_tile = (int)((u64)tiles * blockIdx.x / gridDim.x);
+    s.last_tile = (int)((u64)tiles * (blockIdx.x + 1) / gridDim.x);
+    s.passes = (s.last_tile - s.first_tile + GROUP_TILES - 1) / GROUP_TILES;
+    s.rounds = (s.last_unit - s.first_unit + KW - 1) / KW;
+    return s;
 }
 
-__device__ __forceinline__ float square_sum(u32 pair) {
-    const float low = from_bf16(pair & 0xffff), high = from_bf16(pair >> 16);
-    return low * low + high * high;
+// Which tile of W is the i-th of a pass that begins with tile `first` of the result; -1 for one behind the last.
+__device__ __forceinline__ int tile_of(const Sizes& s, int first, int i) {
+    const int tile = first + i % GROUP_TILES;
+    if (tile >= s.last_tile) return -1;
+    return i < GROUP_TILES ? tile : tile + s.n / 16;
 }
 
-// `counts`: whether this warp adds up the squares of x.
-template <int BYTE>
-__device__ __forceinline__ void two_steps(const Unit& u, const u16* x, const u16* norm, float (&squares)[NT], bool counts,
-                                          float (&sums)[MT][NT][4]) {
-    u32 pairs[MT][4];
+// One thread: the stages of all passes, one after the other, as fast as the others empty them.
+__device__ __forceinline__ void copy_weights(const Sizes& s, const TensorMap* w, const u8* scales, u8* ring, u64* full,
+                                             u64* empty) {
+    int slot = 0;
+    u32 parity = 1;  // the first wait for a slot that nobody has used yet comes back at once
+    for (int pass = 0; pass < s.passes; pass++) {
+        const int first = s.first_tile + pass * GROUP_TILES;
+        const int count = min(GROUP_TILES, s.last_tile - first) * (GATED ? 2 : 1);
+        for (int round = 0; round < s.rounds; round++) {
+            const int unit = s.first_unit + round * KW, scaled = min(KW, s.units - unit) * SCALES;
+            signal_wait(empty + slot, parity);
+            signal_expect(full + slot, count * (BOX_BYTES + scaled));
 #pragma unroll
-    for (int i = 0; i < MT; i++) {
-        pairs[i][0] = both_bytes<BYTE>(u.words[i][0].w[0], u.words[i][0].w[1]);
-        pairs[i][1] = both_bytes<BYTE>(u.words[i][1].w[0], u.words[i][1].w[1]);
-        pairs[i][2] = both_bytes<BYTE>(u.words[i][0].w[2], u.words[i][0].w[3]);
-        pairs[i][3] = both_bytes<BYTE>(u.words[i][1].w[2], u.words[i][1].w[3]);
-    }
-#pragma unroll
-    for (int step = 0; step < 2; step++) {
-        u32 a[MT][4];
-#pragma unroll
-        for (int i = 0; i < MT; i++)
-#pragma unroll
-            for (int q = 0; q < 4; q++) a[i][q] = as_bf16(step ? pairs[i][q] >> 4 : pairs[i][q]);
-#pragma unroll
-        for (int tile = 0; tile < NT; tile++) {
-            uint2 b = *(const uint2*)(x + tile * 8 * STRIDE + (2 * BYTE + step) * 16);
-            if (NORMED) {
-                if (counts) squares[tile] += square_sum(b.x) + square_sum(b.y);
-                const uint2 weight = *(const uint2*)(norm + (2 * BYTE + step) * 16);
-                b.x = times(b.x, weight.x);
-                b.y = times(b.y, weight.y);
+            for (int i = 0; i < MT; i++) {
+                const int tile = tile_of(s, first, i);
+                if (tile < 0) continue;
+                u8 *box = ring + slot * STAGE_BYTES + i * BOX_BYTES, *of_box = ring + slot * STAGE_BYTES + MT * BOX_BYTES;
+                copy_box(box, w, unit * (UNIT / 4), tile * 16, full + slot);
+                const u8* from = scales + ((u64)tile * s.units + unit) * SCALES;
+                if (SPU) copy_bulk(of_box + i * SCALE_STRIDE, from, scaled, full + slot);
             }
-#pragma unroll
-            for (int i = 0; i < MT; i++) mma(sums[i][tile], a[i], b.x, b.y);
-        }
-    }
-}
-
-__device__ __forceinline__ void scale_sums(float (&total)[MT][NT][4], float (&sums)[MT][NT][4], const float (&scale)[MT][2]) {
-#pragma unroll
-    for (int i = 0; i < MT; i++)
-#pragma unroll
-        for (int tile = 0; tile < NT; tile++)
-#pragma unroll
-            for (int c = 0; c < 4; c++) {
-                total[i][tile][c] += sums[i][tile][c] * scale[i][c / 2];
-                sums[i][tile][c] = 0.0f;
+            if (++slot == STAGES) {
+                slot = 0;
+                parity ^= 1;
             }
-}
-
-// Scales of step j of a unit, where a unit has several.
-__device__ __forceinline__ void load_scales(float (&out)[MT][2], const float* scale, const Places& at, u32 unit, int j) {
-#pragma unroll
-    for (int i = 0; i < MT; i++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) out[i][h] = scale[at.scale[i][h] + (unit * 8 + j) / (GJ > 0 ? GJ : 1)];
-}
-
-__device__ __forceinline__ void multiply_unit(const Unit& u, const u16* x, const u16* norm, float (&squares)[NT],
-                                              bool counts, float (&total)[MT][NT][4],
-                                              float (&sums)[MT][NT][4], const float* scale, const Places& at,
-                                              u32 unit) {
-    float own[MT][2];
-    two_steps<0>(u, x, norm, squares, counts, GJ ? sums : total);
-    if (GJ == 2) { load_scales(own, scale, at, unit, 0); scale_sums(total, sums, own); }
-    two_steps<1>(u, x, norm, squares, counts, GJ ? sums : total);
-    if (GJ == 2 || GJ == 4) { load_scales(own, scale, at, unit, 2); scale_sums(total, sums, own); }
-    two_steps<2>(u, x, norm, squares, counts, GJ ? sums : total);
-    if (GJ == 2) { load_scales(own, scale, at, unit, 4); scale_sums(total, sums, own); }
-    two_steps<3>(u, x, norm, squares, counts, GJ ? sums : total);
-    if (GJ == 2 || GJ == 4) { load_scales(own, scale, at, unit, 6); scale_sums(total, sums, own); }
-    if (GJ == 8) scale_sums(total, sums, u.scale);
-}
-
-// Rows of x from column 128 * first on; rows that are not there keep what was, which no other row of the result sees.
-__device__ __forceinline__ void load_inputs(u16* to, const u16* x, const u16* norm, u32 first, u32 count, u32 rows, u32 k,
-                                            u32 thread) {
-    constexpr u32 PIECES = CHUNK * 16, ALL = BATCH * PIECES;  // of 16 bytes
-#pragma unroll
-    for (u32 i = 0; i < (ALL + THREADS - 1) / THREADS; i++) {
-        const u32 p = i * THREADS + thread, row = p / PIECES, piece = p % PIECES;
-        if ((ALL % THREADS == 0 || p < ALL) && row < rows && piece < count * 16)
-            copy_async(to + row * STRIDE + piece * 8, x + (row * k + first * 128 + piece * 8));
-    }
-    if (NORMED && thread < count * 16) copy_async(to + BATCH * STRIDE + thread * 8, norm + (first * 128 + thread * 8));
-    copies_commit();
-}
-
-// The sums of all warps of a block as [BATCH][SUMS] floats in shared memory, in the order of the parts of K.
-__device__ __forceinline__ void gather_sums(float* shared, float (&total)[MT][NT][4], const float (&squares)[NT], int row,
-                                            int part, int g, int t) {
-    for (int turn = 0; turn < KW; turn++) {
-        __syncthreads();
-        if (part != turn) continue;
-        if (NORMED && row == 0) {
-#pragma unroll
-            for (int tile = 0; tile < NT; tile++) shared[BATCH * SUMS + (part * 4 + t) * BATCH + tile * 8 + g] = squares[tile];
         }
+    }
+}
+
+// The weights of the norm, which no kernel writes.
+__device__ __forceinline__ void load_norm(const Sizes& s, u8* to, const u8* norm, int thread) {
+    for (int p = thread; p < s.units * (X_UNIT / 16); p += MULTIPLIERS) copy_async(to + p * 16, norm + p * 16);
+}
+
+// The part of x that this block multiplies, its rows one after the other. Blocks begin at different places: when all ask
+// for the same lines at once, they wait for the one slice of the L2 cache that has them.
+__device__ __forceinline__ void load_inputs(const Sizes& s, u8* to, int stride, const u8* x, int thread) {
+    const int pieces = (s.last_unit - s.first_unit) * (X_UNIT / 16), turn = blockIdx.x / s.rows * 32 % pieces;
+    const u64 row_bytes = (u64)s.units * X_UNIT;
+    for (int i = 0; i < s.rows; i++) {
+        const int row = (i + blockIdx.x) % s.rows;
+        const u8* from = x + row * row_bytes + (u64)s.first_unit * X_UNIT;
+        for (int p = thread; p < pieces; p += MULTIPLIERS) {
+            const int piece = p + turn < pieces ? p + turn : p + turn - pieces;
+            copy_async(to + row * stride + piece * 16, from + piece * 16);
+        }
+    }
+    copies_wait();
+}
+
+// x * weight / rms(x) in bf16, in place; no part of K may be elsewhere.
+// `norm` and the sums of squares, `parts` [rows, KW], are in shared memory.
+__device__ __forceinline__ void normalize(const Sizes& s, u8* inputs, int stride, const u8* norm, float* parts, float eps,
+                                          int thread) {
+    const int pieces = s.units * (X_UNIT / 16), lane = thread % 32, warp = thread / 32;
+    for (int row = 0; row < s.rows; row++) {
+        float squares = 0.0f;
+        for (int p = thread; p < pieces; p += MULTIPLIERS) {
+            const Words x = *(const Words*)(inputs + row * stride + p * 16);
 #pragma unroll
-        for (int i = 0; i < MT; i++)
+            for (int i = 0; i < 4; i++) {
+                const float low = from_bf16(x.w[i] & 0xffff), high = from_bf16(x.w[i] >> 16);
+                squares += low * low + high * high;
+            }
+        }
+        squares = warp_sum(squares);
+        if (lane == 0) parts[row * KW + warp] = squares;
+    }
+    sync_multipliers(MULTIPLIERS);
+    for (int row = 0; row < s.rows; row++) {
+        float squares = 0.0f;
 #pragma unroll
-            for (int tile = 0; tile < NT; tile++)
+        for (int i = 0; i < KW; i++) squares += parts[row * KW + i];
+        const float inverse = reciprocal_root(squares / (s.units * COLUMNS) + eps);
+        for (int p = thread; p < pieces; p += MULTIPLIERS) {
+            Words* at = (Words*)(inputs + row * stride + p * 16);
+            const Words weight = *(const Words*)(norm + p * 16);
+            Words x = *at;
 #pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    float* cell = shared + (tile * 8 + 2 * t + c % 2) * SUMS + row + i * 16 + g + (c / 2) * 8;
-                    *cell = turn ? *cell + total[i][tile][c] : total[i][tile][c];
+            for (int i = 0; i < 4; i++) {
+                const u16 low = to_bf16(from_bf16(x.w[i] & 0xffff) * inverse * from_bf16(weight.w[i] & 0xffff));
+                const u16 high = to_bf16(from_bf16(x.w[i] >> 16) * inverse * from_bf16(weight.w[i] >> 16));
+                x.w[i] = low | (u32)high << 16;
+            }
+            *at = x;
+        }
+    }
+}
+
+// x as 256 high + low times a scale, in place: each unit of a row becomes [half of the steps][high, low][t][two steps][low,
+// high nibbles][4 columns], which is how lanes read it. scale: [X_ROWS][units of this part]. Four lanes share a unit.
+__device__ __forceinline__ void split_inputs(const Sizes& s, u8* inputs, int stride, float* scale, int units_a_part,
+                                             int thread) {
+    const int units = s.last_unit - s.first_unit, tasks = s.rows * units, t = thread % 4;
+    for (int first = 0; first < tasks; first += MULTIPLIERS / 4) {
+        const int task = min(first + thread / 4, tasks - 1);  // idle lanes do the last one again: a warp has barriers
+        const int row = task / units, unit = task % units;
+        u8* at = inputs + row * stride + unit * X_UNIT;
+        uint2 x[8];
+        u32 largest = 0;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            x[j] = *(const uint2*)(at + j * 32 + t * 8);
+            largest = max(largest, max(x[j].x & 0x7fff0000u, x[j].y & 0x7fff0000u));
+            largest = max(largest, max(x[j].x << 16 & 0x7fff0000u, x[j].y << 16 & 0x7fff0000u));
+        }
+        largest = quad_max(largest);  // as integers, which puts NaN above all
+        const float most = number_of(largest), factor = largest ? 32512.0f / most : 0.0f;
+        sync_warp();  // all four have read
+        const bool mine = first + thread / 4 < tasks;
+        if (mine && t == 0) scale[row * units_a_part + unit] = most * (1.0f / (32512.0f * 16.0f));
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            Words high, low;
+#pragma unroll
+            for (int k = 0; k < 4; k++) {  // step 2 half + k / 2, low (even j) or high (odd j) nibbles
+                u32 q[4];
+#pragma unroll
+                for (int b = 0; b < 4; b++) {
+                    const u32 pair = half ? x[2 * b + k % 2].y : x[2 * b + k % 2].x;
+                    const float value = number_of(k / 2 ? pair & 0xffff0000u : pair << 16);
+                    q[b] = bits_of(value * factor + 12583040.0f);  // 1.5 * 2^23 + 128: the low bits are the integer
                 }
+                high.w[k] = bytes_of<1>(q[0], q[1], q[2], q[3]);
+                low.w[k] = bytes_of<0>(q[0], q[1], q[2], q[3]) ^ 0x80808080u;
+            }
+            if (mine) {
+                *(Words*)(at + half * 128 + t * 16) = high;
+                *(Words*)(at + half * 128 + 64 + t * 16) = low;
+            }
+        }
     }
-    __syncthreads();
 }
 
-// The sums of squares of the rows of x, which warps left in parts, in the place of the first part.
-__device__ __forceinline__ void add_squares(float* shared, int thread) {
-    float sum = 0.0f;
-    if (thread < BATCH)
-        for (int i = 0; i < 4 * KW; i++) sum += shared[BATCH * SUMS + i * BATCH + thread];
-    __syncthreads();
-    if (thread < BATCH) shared[BATCH * SUMS + thread] = sum;
-    __syncthreads();
+// x: this lane's column of the unit; x_scale: of this lane's row.
+__device__ __forceinline__ void multiply(const Words (&words)[MT][2], const u8* x, int stride, const u8* stage, int unit, int g,
+                                         const float* x_scale, int units_a_part, float (&total)[MT][NT][2]) {
+    constexpr int SETS = SPU ? SPU : 1;
+    int sums[SETS][MT][NT][4] = {};
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        Words b[NT];
+#pragma unroll
+        for (int m = 0; m < NT; m++) b[m] = *(const Words*)(x + m * 4 * stride + half * 128);
+#pragma unroll
+        for (int step = 0; step < 2; step++)
+#pragma unroll
+            for (int i = 0; i < MT; i++) {
+                const u32 upper = words[i][0].w[2 * half + step], lower = words[i][1].w[2 * half + step];
+                const u32 a[4] = {signed_codes(upper << 4), signed_codes(lower << 4), signed_codes(upper), signed_codes(lower)};
+#pragma unroll
+                for (int set = 0; set < SETS; set++) {  // a byte of a word of x belongs to one group of columns
+                    const u32 mask = SETS == 1 ? 0xffffffffu : SETS == 2 ? 0xffffu << 16 * set : 0xffu << 8 * set;
+#pragma unroll
+                    for (int m = 0; m < NT; m++)
+                        mma_int8(sums[set][i][m], a, b[m].w[2 * step] & mask, b[m].w[2 * step + 1] & mask);
+                }
+            }
+    }
+#pragma unroll
+    for (int m = 0; m < NT; m++) {
+        const float of_x = x_scale[m * 4 * units_a_part];
+#pragma unroll
+        for (int i = 0; i < MT; i++)
+#pragma unroll
+            for (int set = 0; set < SETS; set++) {
+                const float* scale = (const float*)(stage + MT * BOX_BYTES + i * SCALE_STRIDE + unit * SCALES) + set * 16;
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    const float sum = 256 * sums[set][i][m][2 * c] + sums[set][i][m][2 * c + 1];
+                    total[i][m][c] += sum * (SPU ? of_x * scale[g + 8 * c] : of_x);
+                }
+            }
+    }
+}
+// A warp's sums as [X_ROWS][SUM_STRIDE] of its own.
+__device__ __forceinline__ void store_sums(float* sums, const float (&total)[MT][NT][2], int g, int t) {
+    if (X_ROWS == 1 && t > 0) return;
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int m = 0; m < NT; m++)
+#pragma unroll
+            for (int c = 0; c < 2; c++) sums[(m * 4 + t) * SUM_STRIDE + i * 16 + g + 8 * c] = total[i][m][c];
 }
 
 __device__ __forceinline__ float activated(float gate, int activation) {
@@ -248,114 +251,145 @@ __device__ __forceinline__ float activated(float gate, int activation) {
     return gate * (1.0f - 1.0f / (1.0f + exponential(2.0f * inner)));
 }
 
-__device__ __forceinline__ float with_scale_and_bias(float sum, float inverse, int row, const float* scale, const u16* bias) {
-    if (NORMED) sum *= inverse;
-    if (GJ == 0) sum *= scale[row];
-    return bias ? sum + from_bf16(bias[row]) : sum;
+// What belongs to the whole result: a scale a row of W, bias, activation, residual.
+struct End {
+    const float* row_scale;
+    const u16 *bias, *residual;
+    void* out;
+    int activation;
+};
+
+__device__ __forceinline__ float finished(const End& end, float sum, int row) {
+    if (end.row_scale) sum *= end.row_scale[row];
+    return end.bias ? sum + from_bf16(end.bias[row]) : sum;
 }
 
-__device__ __forceinline__ void write(const float* shared, const float* scale, const u16* bias, const u16* residual, void* out,
-                                      int tile, int rows, int n, int k, int activation, float eps, int thread) {
-    constexpr int WIDTH = GATED ? ROWS / 2 : ROWS;
-    for (int p = thread; p < BATCH * WIDTH; p += THREADS) {
-        const int m = p / WIDTH, r = p % WIDTH, row = tile * WIDTH + r;
-        if (m >= rows || row >= n) continue;
-        const float inverse = NORMED ? reciprocal_root(shared[BATCH * SUMS + m] / k + eps) : 1.0f;
-        float y = with_scale_and_bias(shared[m * SUMS + r], inverse, row, scale, bias);
-        if (GATED) y = activated(y, activation) * with_scale_and_bias(shared[m * SUMS + WIDTH + r], inverse, n + row, scale, bias);
-        const u64 place = (u64)m * n + row;
-        if (residual) y += from_bf16(residual[place]);
-        if (OUT_FLOAT) ((float*)out)[place] = y;
-        else ((u16*)out)[place] = to_bf16(y);
-    }
+// Row m of x, column r of a pass that begins with tile `first`; `sums` gives the whole sum of a row of W.
+template <typename Whole>
+__device__ __forceinline__ void write(const Sizes& s, const End& end, int first, int m, int r, Whole whole) {
+    const int column = first * 16 + r;
+    if (column >= s.last_tile * 16) return;
+    float y = finished(end, whole(r), column);
+    if (GATED) y = activated(y, end.activation) * finished(end, whole(OUTPUTS + r), s.n + column);
+    const u64 place = (u64)m * s.n + column;
+    if (end.residual) y += from_bf16(end.residual[place]);
+    if (OUT_FLOAT) ((float*)end.out)[place] = y;
+    else ((u16*)end.out)[place] = to_bf16(y);
 }
 
-__device__ __forceinline__ int place_of(int p) {
-    return p < BATCH * ROWS ? p / ROWS * SUMS + p % ROWS : BATCH * SUMS + p - BATCH * ROWS;
+__device__ __forceinline__ float block_sum(const float* sums, int m, int r) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < KW; warp++) sum += sums[(warp * X_ROWS + m) * SUM_STRIDE + r];
+    return sum;
 }
 
-// Whether this block is the last of its tile; then shared memory holds the sums of all parts, added in their order.
-__device__ __forceinline__ bool is_last_part(float* shared, float* partial, int* counters, int tile, int part, int parts,
-                                             int thread, int* flag) {
-    constexpr int SIZE = BATCH * (ROWS + NORMED);  // of a part: the sums, and the squares behind them
-    float* area = partial + (u64)tile * parts * SIZE;
-    for (int p = thread; p < SIZE; p += THREADS) area[(u64)part * SIZE + p] = shared[place_of(p)];
-    __syncthreads();
+// Whether this block is the last of those that share a pass; then `area` holds the sums of all parts of K.
+__device__ __forceinline__ bool is_last_part(const float* sums, float* area, int size, int* counter, int thread, int* flag) {
+    for (int p = thread; p < size; p += MULTIPLIERS) area[(u64)blockIdx.y * size + p] = block_sum(sums, p / PASS_ROWS, p % PASS_ROWS);
+    sync_multipliers(MULTIPLIERS);
     if (thread == 0) {
-        *flag = arrive(counters + tile) == parts - 1;
-        if (*flag) counters[tile] = 0;  // for the next product
+        *flag = arrive(counter) == (int)gridDim.y - 1;
+        if (*flag) *counter = 0;  // for the next product
     }
-    __syncthreads();
-    if (!*flag) return false;
-    for (int p = thread; p < SIZE; p += THREADS) {
-        float sum = 0.0f;
-        for (int s = 0; s < parts; s++) sum += load_partial(area + (u64)s * SIZE + p);
-        shared[place_of(p)] = sum;
-    }
-    __syncthreads();
-    return true;
+    sync_multipliers(MULTIPLIERS);
+    return *flag;
 }
 
-// x [rows, k] bf16, w [N or 2 N, k / 128, 4] words, scale [.., groups] float, norm [k], out [rows, n]. Grid (tiles of W, parts of
-// K). group_shift: 2 ** group_shift units share a scale, where GJ is 8. activation: 0 SiLU, 1 GELU by tanh. early:
-// whether the kernel ahead may still run.
-extern "C" __global__ void __launch_bounds__(THREADS, 65536 / 128 / THREADS)
-few_rows_w4(const u16* x, const Words* w, const float* scale, const u16* norm, const u16* bias, const u16* residual,
-            void* out, float* partial, int* counters, int rows, int n, int k, int groups, int group_shift, int units_a_part,
-            int activation, float eps, int early) {
+// Adds the warps' sums, and where K is in parts those of the blocks in their order, and writes the results of a pass.
+__device__ __forceinline__ void finish_pass(const Sizes& s, const End& end, const float* sums, float* partial, int* counters,
+                                            int pass, int thread, int* flag) {
+    const int first = s.first_tile + pass * GROUP_TILES, size = s.rows * PASS_ROWS, parts = gridDim.y;
+    const int most_tiles = (s.n / 16 + gridDim.x - 1) / gridDim.x, most_passes = (most_tiles + GROUP_TILES - 1) / GROUP_TILES;
+    const int job = blockIdx.x * most_passes + pass;
+    float* area = partial + (u64)job * parts * size;
+    if (parts > 1 && !is_last_part(sums, area, size, counters + job, thread, flag)) return;
+    for (int p = thread; p < s.rows * OUTPUTS; p += MULTIPLIERS) {
+        const int m = p / OUTPUTS;
+        write(s, end, first, m, p % OUTPUTS, [&](int r) {
+            if (parts == 1) return block_sum(sums, m, r);
+            float sum = 0.0f;
+            for (int part = 0; part < parts; part++) sum += load_partial(area + (u64)part * size + m * PASS_ROWS + r);
+            return sum;
+        });
+    }
+}
+
+// w: boxes of 16 rows by KW units of a weight [N or 2 N, units] of 64 bytes. x [rows, k] bf16, scales float [N / 16 or twice,
+// units, SPU, 16], row_scale float [N or 2 N], norm [k], out [rows, n]. Grid (blocks that share the tiles of W, parts of K).
+// activation: 0 SiLU, 1 GELU by tanh. early: whether the kernel ahead may still run.
+extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 1)
+few_rows_w4(const BY_VALUE TensorMap w, const u8* x, const u8* scales, const float* row_scale, const u8* norm,
+                  const u16* bias, const u16* residual, void* out, float* partial, int* counters, int rows, int n, int units,
+                  int units_a_part, int activation, float eps, int early) {
     DYNAMIC_SHARED(memory);
+    __shared__ u64 full[STAGES], empty[STAGES];
     __shared__ int flag;
-    u16* inputs = (u16*)memory;
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
-    const int tile = blockIdx.x, part = blockIdx.y, units = k / 128;
-    const int first = part * units_a_part, last = min(first + units_a_part, units);
-    const int row = warp % RW * MT * 16, turn = KW == 1 ? 0 : warp / RW;
-    Places at;
-#pragma unroll
-    for (int i = 0; i < MT; i++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const u32 of_w = weight_row(row + i * 16 + h * 8 + g, tile, n);
-            at.words[i][h] = of_w * units * 4 + t;
-            at.scale[i][h] = of_w * groups;
+    const Sizes s = sizes_of(rows, n, units, units_a_part);
+    if (thread == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            signal_init(full + i, 1);
+            signal_init(empty + i, KW);
         }
-    const int chunks = (last - first + CHUNK - 1) / CHUNK;
-    int begin = first + tile % chunks * CHUNK;
-    Unit ahead[AHEAD];
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++) {  // no kernel writes weights: they are asked for before the wait
-        const int unit = begin + turn + i * KW;
-        if (unit < last) load_unit(ahead[i], w, scale, at, unit, group_shift);
+        signals_ready();
     }
-    if (early) {
-        wait_for_kernel_ahead();
-        let_next_kernel_start();
+    __syncthreads();
+    if (early) let_next_kernel_start();
+    u8* ring = (u8*)memory;
+    if (warp == KW) {
+        if (lane == 0) {
+            fetch_map(&w);
+            copy_weights(s, &w, scales, ring, full, empty);
+        }
+        return;
     }
-    float total[MT][NT][4] = {}, sums[MT][NT][4] = {}, squares[NT] = {};
-    load_inputs(inputs, x, norm, begin, min(CHUNK, last - begin), rows, k, thread);
+    float* sums = (float*)(memory + STAGES * STAGE_BYTES);
+    u8* inputs = (u8*)(sums + 2 * SUMS);
+    const int stride = units_a_part * X_UNIT;
+    float* x_scales = (float*)(inputs + X_ROWS * stride);
+    u8* factors = (u8*)(x_scales + (X_ROWS * units_a_part + 3) / 4 * 4);
+    if (NORMED) load_norm(s, factors, norm, thread);
+    if (early) wait_for_kernel_ahead();
+    load_inputs(s, inputs, stride, x, thread);
+    sync_multipliers(MULTIPLIERS);
+    if (NORMED) {
+        normalize(s, inputs, stride, factors, (float*)sums, eps, thread);
+        sync_multipliers(MULTIPLIERS);
+    }
+    split_inputs(s, inputs, stride, x_scales, units_a_part, thread);
+    sync_multipliers(MULTIPLIERS);
+    const int row = X_ROWS == 1 ? 0 : g / 2;  // columns of the product are high and low bytes in turn
+    const u8* own = inputs + row * stride + g % 2 * 64 + t * 16;
+    const float* own_scale = x_scales + (X_ROWS == 1 ? 0 : t * units_a_part);
+    const End end = {row_scale, bias, residual, out, activation};
     int slot = 0;
-    for (int chunk = 0; chunk < chunks; chunk++) {
-        copies_wait();
-        __syncthreads();  // this chunk is there, and nobody reads the one before any more
-        const u16 *here = inputs + slot * INPUTS + g * STRIDE + 4 * t, *factors = inputs + slot * INPUTS + BATCH * STRIDE + 4 * t;
-        slot ^= 1;
-        int next = begin + CHUNK < last ? begin + CHUNK : first;
-        if (chunk + 1 == chunks) next = last;
-        else load_inputs(inputs + slot * INPUTS, x, norm, next, min(CHUNK, last - next), rows, k, thread);
+    u32 parity = 0;
+    for (int pass = 0; pass < s.passes; pass++) {
+        float total[MT][NT][2] = {};
+        for (int round = 0; round < s.rounds; round++) {
+            signal_wait(full + slot, parity);
+            const int unit = round * KW + warp;
+            if (unit < s.last_unit - s.first_unit) {
+                const u8* stage = ring + slot * STAGE_BYTES;
+                Words words[MT][2];
 #pragma unroll
-        for (int round = 0; round < ROUNDS; round++) {
-            const int unit = begin + round * KW + turn;
-            if (unit < last)
-                multiply_unit(ahead[round % AHEAD], here + (round * KW + turn) * 128, factors + (round * KW + turn) * 128,
-                              squares, row == 0, total, sums, scale, at, unit);
-            const int wanted = (round + AHEAD < ROUNDS ? begin + (round + AHEAD) * KW : next + (round + AHEAD - ROUNDS) * KW) + turn;
-            if (wanted < last) load_unit(ahead[round % AHEAD], w, scale, at, wanted, group_shift);
+                for (int i = 0; i < MT; i++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++)
+                        words[i][h] = *(const Words*)(stage + i * BOX_BYTES + (g + 8 * h) * ROW_STRIDE + warp * UNIT + t * 16);
+                multiply(words, own + unit * X_UNIT, stride, stage, warp, g, own_scale + unit, units_a_part, total);
+            }
+            sync_warp();
+            if (lane == 0) signal_arrive(empty + slot);
+            if (++slot == STAGES) {
+                slot = 0;
+                parity ^= 1;
+            }
         }
-        begin = next;
+        float* mine = sums + (pass & 1) * SUMS;  // nobody still reads what the pass before the last one left here
+        store_sums(mine + warp * X_ROWS * SUM_STRIDE, total, g, t);
+        sync_multipliers(MULTIPLIERS);
+        finish_pass(s, end, mine, partial, counters, pass, thread, &flag);
     }
-    float* shared = (float*)memory;
-    gather_sums(shared, total, squares, row, turn, g, t);
-    if (NORMED) add_squares(shared, thread);
-    if (gridDim.y > 1 && !is_last_part(shared, partial, counters, tile, part, gridDim.y, thread, &flag)) return;
-    write(shared, scale, bias, residual, out, tile, rows, n, k, activation, eps, thread);
 }

@@ -103,13 +103,16 @@ class TritonCodes(TritonWeight):
         self.offset = None if weight.offset is None else weight.offset.to(device, torch.float32).contiguous()
         if self.offset is not None and self.kind == "int4" and torch.equal(self.offset, -8 * self.scale):
             self.offset = None  # symmetric, which the kernels know
+        self.unit_scales: Tensor | None = None
         self._has_cuda = linear_w4_cuda.rejects(self) is None
+        if self._has_cuda:
+            self.unit_scales = linear_w4_cuda.pack_scales(self.scale, self.shape[1])
         _settle(device)
 
     def few(
         self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16, **parts: Any
     ) -> Tensor:
-        if self._has_cuda and 1 < x.shape[0] <= linear_w4_cuda.MOST_ROWS:
+        if self._has_cuda and x.shape[0] <= linear_w4_cuda.MOST_ROWS:
             return _few_rows_cuda(x, self, bias, out_dtype, **parts)
         return super().few(x, bias, out_dtype, **parts)
 
@@ -129,7 +132,7 @@ class TritonCodes(TritonWeight):
 
     @property
     def num_bytes(self) -> int:
-        return super().num_bytes + (0 if self._copy is None else self._copy.nbytes)
+        return super().num_bytes + sum(part.nbytes for part in (self._copy, self.unit_scales) if part is not None)
 
     @property
     def dense_copy_bytes(self) -> int:
@@ -157,7 +160,8 @@ def _few_rows_cuda(
     residual: Tensor | None = None,
 ) -> Tensor:
     """As `linear.few_rows`, by the kernel in CUDA C++."""
-    if norm is not None and x.shape[0] > linear_w4_cuda.NORMED_ROWS:
+    processors = runtime.num_multiprocessors(x.device)
+    if norm is not None and not linear_w4_cuda.takes(x.shape[0], weight, True, gate is not None, processors):
         x, norm = _rms_norm(x, norm, eps), None
     early = runtime.uses_dependent_launch(x.device)
     return linear_w4_cuda.few_rows(x, weight, bias, out_dtype, norm, eps, gate, residual, early)
