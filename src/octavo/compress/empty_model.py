@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from octavo.compress.blocks import refuse_unless_chain
 from octavo.compress.causal_attention import use_causal_kernel
+from octavo.compress.norm_kernel import use_norm_kernel
 from octavo.errors import UnsupportedModelError
 
 
@@ -60,6 +61,7 @@ def empty_model(config: dict[str, Any], dtype: torch.dtype, device: torch.device
         raise UnsupportedModelError(f"model_type {parsed.model_type!r}: {str(error).splitlines()[0][:200]}") from None
     if torch.device(device).type == "cpu":
         use_causal_kernel(model)
+        use_norm_kernel(model)
     return model.eval().requires_grad_(False)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from octavo.compress.assignment import Plan
 from octavo.compress.blocks import Blocks, siblings
+from octavo.compress.exact_stream import SHARE
 from octavo.compress.export import SHARD_BYTES
 from octavo.compress.model_source import ModelSource
 from octavo.compress.modifiers.gptq import SOLVED_AT_ONCE
@@ -57,7 +58,7 @@ def estimate(source: ModelSource, blocks: Blocks, plan: Plan, batches: list[Tens
     work = _Work(source, blocks, plan, batches, keep)
     hidden = source.model.config.get_text_config().hidden_size
     waiting = sum(batch.numel() for batch in batches) * hidden * (keep.dtype or source.compute_dtype).itemsize
-    waiting *= 1 + work.aligned
+    waiting += waiting // SHARE * work.aligned
     start, in_work = work.start(), [work.transforming(), work.passes(), *work.solving()]
     output = _stored_bytes(source, blocks, plan)
     writing: Parts = {"a shard": min(SHARD_BYTES, output), "a tensor on its way": work.largest_stored}
@@ -155,8 +156,8 @@ class _Work:
         return kind in self.plan.layers[next(iter(group))].statistics
 
     def _hessians(self, groups: list[Group]) -> int:
-        """With the drift, which is another."""
-        squares = [_inputs(group) ** 2 * (1 + self.aligned) for group in groups if self._sees(group, "hessian")]
+        """With the drift, and the squares of the tokens that it is known of."""
+        squares = [_inputs(group) ** 2 * (1 + 2 * self.aligned) for group in groups if self._sees(group, "hessian")]
         return 4 * sum(squares)
 
     def _forward(self) -> int:

@@ -17,6 +17,7 @@ from octavo.checkpoint.scheme import WeightScheme
 from octavo.compress.number_formats import NumberFormat, format_of
 from octavo.compress.observers import choose_grid
 from octavo.compress.rounding import Grid, dequantize, global_scale, group_width, quantize
+from octavo.compress.statistics import Drift
 from octavo.compress.threads import one_thread_an_operation
 from octavo.ops.gptq_columns import Columns, round_columns
 from octavo.ops.gram import bfloat16_products
@@ -62,7 +63,7 @@ def solve(
     settings: GPTQSettings,
     scale_dtype: torch.dtype,
     masks: Sequence[Tensor | None] | None = None,
-    drift: Tensor | None = None,
+    drift: Drift | None = None,
     overall: float | None = None,
 ) -> list[Solution]:
     """Quantize float32 weights [N, K] of layers that read the same inputs, whose X'X is the float32 Hessian [K, K] (any
@@ -72,8 +73,8 @@ def solve(
     error, so groups are of neighbouring columns in whatever order the columns are taken and nothing about the order
     needs to be stored.
     Inputs that were zero in every token are dead: their weights become zero, as those do where `masks` (bool [N, K])
-    are true. With `drift` [K, K], (X* - X)'X, outputs come closer to those of the weights on the inputs X* (GPTAQ), by
-    `_ALIGNMENT`; the errors are those from the weights that are aimed at. `overall` is NVFP4's scale of all layers that
+    are true. With `drift` outputs come closer to those of the weights on the inputs X* (GPTAQ), by `_ALIGNMENT`; the
+    errors are those from the weights that are aimed at. `overall` is NVFP4's scale of all layers that
     are fused, by default of these.
     """
     diagonal = hessian.diagonal()
@@ -84,10 +85,14 @@ def solve(
         factor, damping = inverse_factor(hessian, order, settings.dampening_frac)
     aims = list(weights)
     if drift is not None and factor is not None:
-        shifts = zip(weights, _shifts(weights, drift, order, factor), strict=True)
-        aims = [shift.mul_(_ALIGNMENT).add_(weight) for weight, shift in shifts]
+        shifts = _shifts(weights, drift, settings.dampening_frac)
+        aims = [shift.mul_(_ALIGNMENT).add_(weight) for weight, shift in zip(weights, shifts, strict=True)]
         del shifts
-    targets = [aim.masked_fill(dead if m is None else m | dead, 0.0) for aim, m in zip(aims, masks, strict=True)]
+    is_dead = bool(dead.any())
+    targets = [
+        aim if m is None and not is_dead else aim.masked_fill(dead if m is None else m | dead, 0.0)
+        for aim, m in zip(aims, masks, strict=True)
+    ]
     del aims  # as large as the weights
     overall = overall or global_scale(targets, scheme)
     importance = diagonal if factor is None else _remaining_importance(factor, order)
@@ -119,23 +124,37 @@ def _threads_for(hessian: Tensor) -> AbstractContextManager[object]:
     return one_thread_an_operation() if len(hessian) <= _SMALL and not hessian.is_cuda else nullcontext()
 
 
-def _shifts(weights: Sequence[Tensor], drift: Tensor, order: Tensor, factor: Tensor) -> list[Tensor]:
-    """What makes W + shift the best real weights for the inputs X as they will be: W D H^-1, with D = (X* - X)'X.
+def _shifts(weights: Sequence[Tensor], drift: Drift, dampening_frac: float) -> list[Tensor]:
+    """What makes W + shift the best real weights for the inputs X as they will be: W (X* - X)'X (X'X)^-1.
 
-    Multiplied from the side that takes fewer operations.
+    Both are of the same tokens, or what the two tell differently would be taken for a drift. Multiplied from the side
+    that takes fewer operations. Three digits of a change that is small itself are enough, but not of what the inverse
+    multiplies.
     """
-
-    def times_inverse(rows: Tensor) -> Tensor:
-        product = rows[:, order] @ factor.t() @ factor
-        restored = torch.empty_like(product)
-        restored[:, order] = product
-        return restored
-
-    if sum(len(weight) for weight in weights) > len(order):
-        change = times_inverse(drift)
-        with bfloat16_products():  # three digits of a change that is small itself
+    lower = _lower_factor(drift.squares, dampening_frac)
+    if lower is None:
+        return [torch.zeros_like(weight) for weight in weights]
+    if sum(len(weight) for weight in weights) > len(lower):
+        change = torch.cholesky_solve(drift.total.t(), lower).t()
+        with bfloat16_products():
             return [weight @ change for weight in weights]
-    return [times_inverse(weight @ drift) for weight in weights]
+    with bfloat16_products():
+        drifts = [weight @ drift.total for weight in weights]
+    return [torch.cholesky_solve(rows.t(), lower).t() for rows in drifts]
+
+
+def _lower_factor(squares: Tensor, dampening_frac: float) -> Tensor | None:
+    """Cholesky's factor of a damped Hessian in the inputs' own order, or None as in `inverse_factor`."""
+    diagonal = squares.diagonal()
+    alive = torch.where(diagonal == 0, torch.ones_like(diagonal), diagonal)
+    for step in _DAMPING_STEPS:
+        damped = squares.clone()
+        damped.diagonal().copy_(alive + dampening_frac * step * diagonal.mean())
+        with _threads_for(damped):
+            lower, info = torch.linalg.cholesky_ex(damped)
+        if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
+            return lower
+    return None
 
 
 def _remaining_importance(factor: Tensor, order: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.compress.assignment import Plan
+from octavo.compress.exact_stream import ExactInputs
 from octavo.compress.experts import by_expert
 from octavo.compress.model_source import ModelSource
 from octavo.compress.modifiers.base import LayerResult, LinearLayer, PrunedLayer, Pruner
@@ -26,7 +27,8 @@ class LayerWork:
     def __init__(self, source: ModelSource, plan: Plan, phases: Phases) -> None:
         self.source, self.plan, self.phases = source, plan, phases
         self.results: dict[str, LayerResult] = {}
-        self.exact: dict[str, Tensor] = {}  # a batch's inputs of each group in the model as it came, where known
+        # Of the batch in hand, as far as they are known; None where it has no sequence for this.
+        self.exact: ExactInputs | None = ExactInputs({}, 1, 1)
         self._inputs: dict[str, InputStatistics] = {}
 
     def begin(self) -> None:
@@ -42,7 +44,18 @@ class LayerWork:
         with self.phases("statistics"):
             if first not in self._inputs:
                 self._inputs[first] = InputStatistics(inputs.shape[-1], kinds, inputs.device)
-            self._inputs[first].add(inputs, self.exact.pop(first, None))
+            self._add(self._inputs[first], first, inputs)
+
+    def _add(self, statistics: InputStatistics, first: str, inputs: Tensor) -> None:
+        if "drift" not in statistics.kinds or self.exact is None:
+            statistics.add(inputs)
+        elif (parts := self.exact.split(first, inputs)) is None:
+            statistics.forget_drift()
+            statistics.add(inputs)
+        else:
+            known, exact, others = parts
+            statistics.add(known, exact)
+            statistics.add(others)
 
     def change_once(self, group: Group, inputs: Tensor) -> None:
         """Change a group by these inputs, which are all; a layer that runs twice in a block is changed once."""

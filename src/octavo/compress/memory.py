@@ -19,8 +19,9 @@ def reused_buffers(largest: int) -> Iterator[None]:
     """Keep freed buffers of up to twice `largest` bytes, at most 1 GiB, for reuse while this lasts.
 
     glibc otherwise asks the system for each buffer above 32 MiB and gives it back when it is freed; clearing the new
-    pages then takes a quarter of the forward pass of a calibration batch. At the end, what is free is given back.
-    Nothing happens with another C library.
+    pages then takes a quarter of the forward pass of a calibration batch. A layer frees a few such buffers together,
+    so eight times `largest`, at most 1 GiB, may lie free at the end of the heap. At the end, what is free is given
+    back. Nothing happens with another C library.
     """
     with _mapped_from(min(max(2 * largest, _USUAL_LARGEST), _MOST)):
         yield
@@ -56,7 +57,8 @@ def _set_threshold(library: ctypes.CDLL, size: int) -> None:
     global _threshold
     _threshold = size
     library.mallopt(_MMAP_THRESHOLD, size)
-    library.mallopt(_TRIM_THRESHOLD, max(size, 2 * _USUAL_LARGEST))
+    kept = min(4 * size, _MOST) if size > _USUAL_LARGEST else 2 * _USUAL_LARGEST
+    library.mallopt(_TRIM_THRESHOLD, kept)
     library.malloc_trim(0)
 
 

@@ -118,7 +118,7 @@ class BlockPipeline:
         if not any("drift" in assignment.statistics for assignment in self.plan.layers.values()):
             return
         if self._walker.keep.twice:
-            self._exact = ExactStream(self._walker)
+            self._exact = ExactStream(self._walker, self.batches)
         else:
             taken = size(sum(hidden.nbytes for hidden in self._walker.hidden))
             self.notes.append(

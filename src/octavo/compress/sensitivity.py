@@ -169,7 +169,7 @@ def _backward(
         for batch, waiting in enumerate(inputs):
             with torch.enable_grad():
                 leaf = waiting.detach().requires_grad_()
-                walker.run_on(index, batch, leaf).backward(gradients[batch])
+                walker.run_on(index, walker.calls[batch], leaf).backward(gradients[batch])
             assert leaf.grad is not None
             gradients[batch] = leaf.grad
     finally:

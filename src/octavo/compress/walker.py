@@ -47,22 +47,28 @@ class BlockWalker:
         self.calls: list[list[Call]] = []  # [batch][block]
         self.hidden: list[Tensor] = []
         self.groups: list[list[str]] = []  # linear layers of a block that read the same tensor, names within the block
+        self._once = _Once()
         self._extras: tuple[Any, ...] | None = None  # what a block returns besides its output; None: no tuple
         self.dtype = torch.float32
 
     def start(self, batches: list[Tensor]) -> None:
         """Take the batches, each int64 [B, T]. Block 0 must be filled, for it is run once, on one sequence."""
         self._probe(batches[0][:1].to(self.device))
-        once = _Once()
         places: Iterator[Tensor] | None = None
         for batch in batches:
-            recorder = _Recorder(self._extras)
-            self._run_model(batch.to(self.device), recorder)
-            self.calls.append(once.of(recorder.calls))
-            self.dtype = recorder.first.dtype
-            places = places or iter(self._places(recorder.first, batches))
-            self.hidden.append(next(places).copy_(recorder.first))
+            calls, first = self.calls_of(batch)
+            self.calls.append(calls)
+            self.dtype = first.dtype
+            places = places or iter(self._places(first, batches))
+            self.hidden.append(next(places).copy_(first))
         free_unused()
+
+    def calls_of(self, batch: Tensor) -> tuple[list[Call], Tensor]:
+        """What each block is called with for token ids [B, T], and the input of the first; while what lies before the
+        blocks is filled, and when this has started."""
+        recorder = _Recorder(self._extras)
+        self._run_model(batch.to(self.device), recorder)
+        return self._once.of(recorder.calls), recorder.first
 
     def _places(self, like: Tensor, batches: list[Tensor]) -> list[Tensor]:
         """Where the inputs of each batch will wait: on a CPU all in one buffer, for between buffers that stay, as much
@@ -76,11 +82,12 @@ class BlockWalker:
 
     def run(self, index: int, batch: int) -> Tensor:
         """Output of block `index` on the current input of a batch."""
-        return self.run_on(index, batch, self.hidden[batch].to(self.device, self.dtype, non_blocking=True))
+        hidden = self.hidden[batch].to(self.device, self.dtype, non_blocking=True)
+        return self.run_on(index, self.calls[batch], hidden)
 
-    def run_on(self, index: int, batch: int, hidden: Tensor, block: nn.Module | None = None) -> Tensor:
-        """Output of block `index` (or `block` in its place) for `hidden` in place of the current input of a batch."""
-        args, kwargs = self.calls[batch][index]
+    def run_on(self, index: int, calls: list[Call], hidden: Tensor, block: nn.Module | None = None) -> Tensor:
+        """Output of block `index` (or `block` in its place) for `hidden`, called with what `calls` has for it."""
+        args, kwargs = calls[index]
         output = (block or self.blocks.modules[index])(hidden, *args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
 
@@ -90,7 +97,7 @@ class BlockWalker:
 
     def finish(self) -> None:
         """Let go of the batches."""
-        self.hidden, self.calls = [], []
+        self.hidden, self.calls, self._once = [], [], _Once()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What the model makes of `hidden` [B, T, H] after its last block: [B, T, vocabulary]."""
