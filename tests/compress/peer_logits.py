@@ -1,11 +1,15 @@
 """Runs inside another program's environment, so it imports nothing of Octavo's: what that program computes or writes.
 
-peer_logits.py transformers CHECKPOINT TOKENS.json OUT.npy    float32 logits [T, V] of the tokens; with one more path,
-                                                              also float32 weights of linear layers, by name (.npz)
-peer_logits.py vllm CHECKPOINT TOKENS.json OUT.npy DTYPE      float32 logits [T-1, V] that vLLM computed in DTYPE
-peer_logits.py layers CHECKPOINT TOKENS.json OUT.npz DTYPE    what vLLM's linear layers got and gave: NAME.input [T, K],
-                                                              NAME.output [T, N]
-peer_logits.py write MODEL SCHEME DIRECTORY                   a checkpoint of LLM Compressor's, rounded to nearest
+transformers CHECKPOINT TOKENS.json FOLDER VARIANT ...   float32 logits [T, V] of the tokens, a file a variant
+vllm CHECKPOINT TOKENS.json FOLDER DTYPE VARIANT ...     float32 logits [T-1, V] that vLLM computed in DTYPE
+layers CHECKPOINT TOKENS.json FOLDER DTYPE               what vLLM's linear layers got and gave, in FOLDER/layers.npz:
+                                                         NAME.input [T, K], NAME.output [T, N]
+write MODEL SCHEME DIRECTORY                             a checkpoint of LLM Compressor's, rounded to nearest
+
+Variants, each of which becomes FOLDER/VARIANT.npy: "plain"; "nudged": each embedding's last bit changed at random.
+transformers' alone, some joined by "+": "double": computed in float64; "127": 8-bit integer inputs scaled as vLLM's
+kernels do it, by largest / 127 (compressed-tensors divides by 127.5). "weights" is no variant, but float32 weights of
+linear layers, by name: FOLDER/weights.npz.
 """
 
 from __future__ import annotations
@@ -13,9 +17,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
+import in_double
 import numpy as np
 
 
@@ -31,20 +38,61 @@ def dequantized(checkpoint: str, tokens: list[int]) -> Any:
     return torch.nn.Module.float(model) if is_fp4 else model  # transformers' own float() refuses what was quantized
 
 
-def transformers(checkpoint: str, tokens: list[int], out: str, weights: str | None = None) -> None:
+def transformers(checkpoint: str, tokens: list[int], folder: str, *variants: str) -> None:
     import torch
 
     with torch.inference_mode():
         model = dequantized(checkpoint, tokens)
-        np.save(out, model(torch.tensor([tokens]), use_cache=False).logits[0].numpy())
-    if weights is not None:
+        rotary = model.model.rotary_emb
+        rotary.forward = in_double.in_single(rotary.forward)
+        for variant in set(variants) - {"weights"}:
+            with torch.inference_mode(), changed(model, variant.split("+")):
+                logits = model(torch.tensor([tokens]), use_cache=False).logits[0]
+            np.save(f"{folder}/{variant}.npy", logits.float().numpy())
+    if "weights" in variants:
         linear = {n: m.weight for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
         arrays: dict[str, Any] = {name: weight.detach().numpy() for name, weight in linear.items()}
-        np.savez(weights, **arrays)
+        np.savez(f"{folder}/weights.npz", **arrays)
 
 
-def in_vllm(checkpoint: str, tokens: list[int], dtype: str, prepare: Callable[[Any], None]) -> None:
-    """Run one prompt through vLLM, in this process, with its model as `prepare` leaves it."""
+@contextmanager
+def changed(model: Any, changes: list[str]) -> Iterator[None]:
+    """The model of transformers as a variant wants it."""
+    from compressed_tensors.quantization.utils import helpers
+
+    with ExitStack() as stack:
+        if "127" in changes:
+            stack.enter_context(patch.object(helpers, "calculate_qparams", by_127(helpers.calculate_qparams)))
+        if "nudged" in changes:
+            handle = model.get_input_embeddings().register_forward_hook(lambda module, args, output: nudged(output))
+            stack.callback(handle.remove)
+        if "double" in changes:
+            stack.enter_context(in_double.InDouble())
+        yield
+
+
+def by_127(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """compressed-tensors' function for scales, with the quotient of vLLM's kernels for symmetric 8-bit integers."""
+
+    def calculate(lowest: Any, highest: Any, args: Any, global_scale: Any = None) -> Any:
+        scale, zero = plain(lowest, highest, args, global_scale=global_scale)
+        if (args.type, args.num_bits, args.symmetric) == ("int", 8, True):
+            scale = highest.abs().maximum(lowest.abs()) / 127
+        return scale, zero
+
+    return calculate
+
+
+def nudged(embeddings: Any) -> Any:
+    """Each value's last bit or so changed: times 1 + 1e-7 or 1 - 1e-7, at random."""
+    import torch
+
+    sign = torch.randint(2, embeddings.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    return embeddings * (1 + 1e-7 * sign)
+
+
+def in_vllm(checkpoint: str, tokens: list[int], dtype: str, prepare: Callable[[Any], None]) -> Callable[[], None]:
+    """vLLM in this process, with its model as `prepare` leaves it; what is given runs the tokens through it."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
     from vllm import LLM, SamplingParams
@@ -55,13 +103,15 @@ def in_vllm(checkpoint: str, tokens: list[int], dtype: str, prepare: Callable[[A
     )  # fmt: skip
     llm.apply_model(prepare)
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
-    llm.generate([{"prompt_token_ids": tokens}], params)
+    return lambda: llm.generate([{"prompt_token_ids": tokens}], params)
 
 
-def vllm(checkpoint: str, tokens: list[int], out: str, dtype: str) -> None:
+def vllm(checkpoint: str, tokens: list[int], folder: str, dtype: str, *variants: str) -> None:
     kept: list[Any] = []
+    found: list[Any] = []  # the model
 
     def prepare(model: Any) -> None:
+        found.append(model)
         plain = model.compute_logits
 
         def compute_logits(hidden: Any) -> Any:
@@ -72,11 +122,19 @@ def vllm(checkpoint: str, tokens: list[int], out: str, dtype: str) -> None:
 
         model.compute_logits = compute_logits
 
-    in_vllm(checkpoint, tokens, dtype, prepare)
-    np.save(out, np.concatenate(kept))
+    run = in_vllm(checkpoint, tokens, dtype, prepare)
+    for variant in variants:
+        embeddings = found[0].model.embed_tokens
+        plain = embeddings.forward
+        if variant == "nudged":
+            embeddings.forward = lambda ids, plain=plain: nudged(plain(ids))
+        run()
+        embeddings.forward = plain
+        np.save(f"{folder}/{variant}.npy", np.concatenate(kept))
+        kept.clear()
 
 
-def layers(checkpoint: str, tokens: list[int], out: str, dtype: str) -> None:
+def layers(checkpoint: str, tokens: list[int], folder: str, dtype: str) -> None:
     kept: dict[str, Any] = {}
 
     def prepare(model: Any) -> None:
@@ -94,8 +152,8 @@ def layers(checkpoint: str, tokens: list[int], out: str, dtype: str) -> None:
             if isinstance(module, LinearBase):
                 module.register_forward_hook(watch(name))
 
-    in_vllm(checkpoint, tokens, dtype, prepare)
-    np.savez(out, **kept)
+    in_vllm(checkpoint, tokens, dtype, prepare)()
+    np.savez(f"{folder}/layers.npz", **kept)
 
 
 def write(model: str, scheme: str, directory: str) -> None:
