@@ -29,6 +29,7 @@ def main() -> None:
     from llmcompressor.modifiers.quantization import GPTQModifier
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    started = time.perf_counter()  # imports left out, tokenizing included
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     with open(args.calibration_file, encoding="utf-8") as file:
         ids = tokenizer(file.read(), add_special_tokens=False)["input_ids"]
@@ -39,7 +40,6 @@ def main() -> None:
         config_groups={"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}, ignore=["lm_head"]
     )
     with tempfile.TemporaryDirectory() as directory:
-        started = time.perf_counter()
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
         oneshot(
             model=model,
