@@ -48,9 +48,11 @@ def test_compiled_scales_are_as_good_as_those_of_torch(integers, width, is_weigh
 @compiled
 @pytest.mark.parametrize(("columns", "width"), [(128, 64), (100, 32), (96, 96), (40, 64)])
 @pytest.mark.parametrize("with_factors", [False, True])
+@pytest.mark.parametrize("is_weighed", [False, True])
 @pytest.mark.parametrize("cut", [1.0, 0.7])
-def test_the_compiled_difference_is_that_of_torch(columns, width, with_factors, cut):
+def test_the_compiled_difference_is_that_of_torch(columns, width, with_factors, is_weighed, cut):
     weight, importance = random_case(200, columns, seed=columns)
+    importance = importance if is_weighed else None
     factors = torch.rand(columns, generator=torch.Generator().manual_seed(1)).exp() if with_factors else None
     arguments = (weight, importance, width, INT4, factors, cut)
     found, expected = integer_grid._difference_cpu(*arguments), integer_grid._difference_reference(*arguments)

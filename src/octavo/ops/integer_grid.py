@@ -73,10 +73,7 @@ def _difference_reference(
         weights = torch.nn.functional.pad(weights, (0, -columns % width)).view(-1, width)
     bound = cut * values.abs().amax(dim=-1, keepdim=True)
     values = torch.maximum(torch.minimum(values, bound), -bound)
-    scale = torch.stack([
-        fit_scales(values[:, group], None if weights is None else weights[group], integers)
-        for group in range(values.shape[1])
-    ], dim=1)  # fmt: skip
+    scale = fit_scales(values, weights, integers)
     scale = torch.where(scale == 0, torch.full_like(scale, torch.finfo(torch.float32).eps), scale).unsqueeze(-1)
     rounded = ((values / scale).clamp_(*integers).round_() * scale).view(rows, -1)[:, :columns]
     return (rounded if factors is None else rounded / factors) - weight

@@ -63,13 +63,13 @@ inline float best_scale(const Group& group, float peak, const Levels& levels) {
 struct Buffers {
     std::vector<float> values, importance;
 
-    // importance (of 1 each if it is null) in units of factors^2.
+    // importance in units of factors^2; if it is null, all values count the same as they are rounded.
     void weigh(const float* given, const float* factors, int64_t count, int64_t width) {
         const int64_t step = padded(width);
         importance.assign((count + width - 1) / width * step, 0.0f);
         for (int64_t j = 0; j < count; j++) {
             const float f = factors ? factors[j] : 1.0f;
-            importance[j / width * step + j % width] = (given ? given[j] : 1.0f) / (f * f);
+            importance[j / width * step + j % width] = given ? given[j] / (f * f) : 1.0f;
         }
         values.assign(step, 0.0f);
     }
