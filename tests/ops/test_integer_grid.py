@@ -56,9 +56,11 @@ def test_the_compiled_difference_is_that_of_torch(columns, width, with_factors, 
     factors = torch.rand(columns, generator=torch.Generator().manual_seed(1)).exp() if with_factors else None
     arguments = (weight, importance, width, INT4, factors, cut)
     found, expected = integer_grid._difference_cpu(*arguments), integer_grid._difference_reference(*arguments)
-    assert torch.isclose(found, expected, rtol=1e-3, atol=1e-5).float().mean() > 0.98  # else ties and halves
+    ties = cut < 1 and not is_weighed  # a group whose largest values of both signs are cut has two scales as good
+    same = torch.isclose(found, expected, rtol=1e-3, atol=1e-5).float().mean()
+    assert same > (0.9 if ties else 0.98)  # else ties and halves
     size = expected.square().sum()
-    assert float((found.square().sum() - size).abs() / size) < 1e-3
+    assert float((found.square().sum() - size).abs() / size) < (2e-2 if ties else 1e-3)
 
 
 def test_the_scale_beats_those_that_span_the_values():
