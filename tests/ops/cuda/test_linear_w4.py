@@ -202,3 +202,9 @@ def test_sizes_fit_every_shape(
     assert shape.shared_bytes(sizes) <= 226 << 10
     assert sizes.blocks * sizes.parts <= max(multiprocessors, sizes.parts)
     assert (sizes.parts - 1) * shape.units_a_part(sizes) < units <= sizes.parts * shape.units_a_part(sizes)
+
+
+def test_a_program_holds_what_it_includes() -> None:
+    source = compiler.read_source(SOURCES / "few_rows_w4.cu")
+    assert b'#include "' not in source
+    assert b"void split_inputs(" in source and b"void mma_int8(" in source
