@@ -180,9 +180,9 @@ class _Work:
         weights = min(sum(counts), max(SOLVED_AT_ONCE, *counts)) if on_cpu else sum(counts)
         square = _inputs(group) ** 2 * self._sees(group, "hessian")
         drifts = self.aligned and self._sees(group, "drift")
-        on_the_way = square + 3 * min(square, weights) * drifts
+        on_the_way = (2 * square + 3 * min(square, weights)) * drifts
         rounding = square + int(((4.75 if on_cpu else 6) + drifts) * weights)
-        return 4 * (max(2 * square, on_the_way, rounding) + sum(counts) * (self.width != 4))
+        return 4 * (max(2 * square + weights * drifts, on_the_way, rounding) + sum(counts) * (self.width != 4))
 
 
 def _inputs(group: Group) -> int:

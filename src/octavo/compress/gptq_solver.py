@@ -81,13 +81,14 @@ def solve(
     dead = diagonal == 0
     masks = masks or [None] * len(weights)
     order = _order(diagonal, settings.act_order)
+    # Before the factor of all inputs is made, which takes as much memory as that of the known ones.
+    shifts = None if drift is None else _shifts(weights, drift, settings.dampening_frac)
     with _threads_for(hessian):
         factor, damping = inverse_factor(hessian, order, settings.dampening_frac)
     aims = list(weights)
-    if drift is not None and factor is not None:
-        shifts = _shifts(weights, drift, settings.dampening_frac)
+    if shifts is not None and factor is not None:
         aims = [shift.mul_(_ALIGNMENT).add_(weight) for weight, shift in zip(weights, shifts, strict=True)]
-        del shifts
+    del shifts
     is_dead = bool(dead.any())
     targets = [
         aim if m is None and not is_dead else aim.masked_fill(dead if m is None else m | dead, 0.0)
