@@ -173,25 +173,25 @@ inline int arrive(int* counter) { return (*counter)++; }
 inline float load_partial(const float* p) { return *p; }
 inline float exponential(float x) { return std::exp(x); }
 
-inline float warp_sum(float value) {
-    static float values[2][1024];
+// What the lanes of a warp hold, once all have brought it.
+template <typename T> inline const T* of_warp(T value) {
+    static T values[2][1024];
     const int me = emulator::thread.x;
-    float* bank = values[emulator::turns[me]++ % 2];
+    T* bank = values[emulator::turns[me]++ % 2];
     bank[me] = value;
     emulator::barrier(me / 32, 32);
     emulator::thread.x = me;
+    return bank + me / 32 * 32;
+}
+inline float warp_sum(float value) {
+    const float* all = of_warp(value);
     float sum = 0.0f;
-    for (int lane = 0; lane < 32; lane++) sum += bank[me / 32 * 32 + lane];
+    for (int lane = 0; lane < 32; lane++) sum += all[lane];
     return sum;
 }
 inline uint32_t quad_max(uint32_t value) {
-    static uint32_t values[2][1024];
-    const int me = emulator::thread.x;
-    uint32_t* bank = values[emulator::turns[me]++ % 2];
-    bank[me] = value;
-    emulator::barrier(me / 32, 32);
-    emulator::thread.x = me;
-    return *std::max_element(bank + me / 4 * 4, bank + me / 4 * 4 + 4);
+    const uint32_t* first = of_warp(value) + emulator::thread.x % 32 / 4 * 4;
+    return *std::max_element(first, first + 4);
 }
 template <int SELECT> inline uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     const auto byte = [](uint32_t word) { return word >> 8 * SELECT & 255; };
