@@ -240,11 +240,11 @@ def test_a_limit_on_perplexity_is_kept_and_the_search_can_be_resumed(tiny_llama:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_demo_model_is_better_than_with_four_bits_everywhere(demo_path: Path, tmp_path: Path) -> None:
-    """At the same bytes, on text that neither was calibrated on."""
+    """At the same bytes, on text that neither was calibrated on; with 16 windows nothing shows."""
     text = builtin_text("calibration")
     calibration = tmp_path / "calibration.txt"
     calibration.write_text(text[: len(text) // 2])
-    settings = {"calibration_file": str(calibration), "num_calibration_samples": 16, "max_seq_length": 512,
+    settings = {"calibration_file": str(calibration), "num_calibration_samples": 32, "max_seq_length": 512,
                 "group_size": 64, "device": "cpu"}  # fmt: skip
     run(CompressConfig(str(demo_path), str(tmp_path / "uniform"), **settings), quiet=True)
     size = (tmp_path / "uniform" / "model.safetensors").stat().st_size
@@ -253,6 +253,6 @@ def test_the_demo_model_is_better_than_with_four_bits_everywhere(demo_path: Path
     losses = {}
     for name in ("uniform", "mixed"):
         source = CheckpointSource(open_checkpoint(tmp_path / name), name)
-        ids = source.tokenizer(text[len(text) // 2 :])["input_ids"][: 16 * 512]
-        losses[name] = mean_loss(source, find_blocks(source.model), list(torch.tensor(ids).reshape(16, 512).split(1)))
+        ids = source.tokenizer(text[len(text) // 2 :])["input_ids"][: 60 * 512]
+        losses[name] = mean_loss(source, find_blocks(source.model), list(torch.tensor(ids).reshape(60, 512).split(1)))
     assert losses["mixed"] < losses["uniform"]
