@@ -80,7 +80,7 @@ _PROMOTION = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 
 @functools.lru_cache(4096)
 def tensor_map(address: int, rows: int, row_bytes: int, box_bytes: int, box_rows: int) -> bytes:
-    """The CUtensorMap by which a kernel copies boxes, `box_rows` by `box_bytes`, of a tensor of rows that follow each other."""
+    """The CUtensorMap by which a kernel copies boxes, `box_rows` by `box_bytes`, of rows that follow each other."""
     described = (ctypes.c_uint64 * 16)()
     _check(
         _driver().cuTensorMapEncodeTiled(
