@@ -62,6 +62,20 @@ inline uint16_t rounded(float value) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+inline std::vector<std::function<void()>> copies;  // under way: they arrive later, and not in order
+inline unsigned luck = 1;
+inline void land() {
+    for (size_t i = 0; i < copies.size();) {
+        luck = luck * 1664525 + 1013904223;
+        if (luck >> 30) {
+            i++;
+            continue;
+        }
+        copies[i]();
+        copies.erase(copies.begin() + i);
+    }
+}
+
 inline std::function<void()> body;
 inline void enter() {
     body();
@@ -88,6 +102,7 @@ inline void run_block(int threads) {
     }
     for (int left = threads; left > 0;) {
         left = 0;
+        land();
         for (current = 0; current < threads; current++) {
             if (done[current]) continue;
             left++;
@@ -145,25 +160,45 @@ inline void signal_expect(unsigned long long* p, uint32_t bytes) {
 inline void signal_wait(unsigned long long* p, uint32_t parity) {
     while (((Signal*)p)->phase == parity) emulator::yield();
 }
-inline void copy_bulk(void* to, const void* from, uint32_t bytes, unsigned long long* p) {
-    if (bytes % 16 || (uintptr_t)from % 16) std::abort();  // what the hardware refuses
-    std::memcpy(to, from, bytes);
+inline void signal_bring(unsigned long long* p, uint32_t bytes) {
     ((Signal*)p)->bytes -= bytes / 16;
     signal_turn((Signal*)p);
 }
+inline void copy_bulk(void* to, const void* from, uint32_t bytes, unsigned long long* p) {
+    if (bytes % 16 || (uintptr_t)from % 16) std::abort();  // what the hardware refuses
+    emulator::copies.push_back([=] {
+        std::memcpy(to, from, bytes);
+        signal_bring(p, bytes);
+    });
+}
 // A tensor of rows, of which boxes of 16 rows by `box` bytes are copied; the address in shared memory is a multiple of 128.
 struct TensorMap { const unsigned char* data; uint64_t rows, row_bytes, box; };
+inline uint32_t shared_address(const void* p) { return (uint32_t)(uintptr_t)p; }
 inline void fetch_map(const TensorMap*) {}
 inline void copy_box(void* to, const TensorMap* map, int word, int row, unsigned long long* p) {
     if (((unsigned char*)to - emulator::shared.data()) % 128) std::abort();
-    for (int r = 0; r < 16; r++)
-        for (uint64_t i = 0; i < map->box; i++) {
-            const uint64_t byte = 4 * word + i;
-            const bool inside = row + r < (int)map->rows && byte < map->row_bytes;
-            ((unsigned char*)to)[r * map->box + i] = inside ? map->data[(row + r) * map->row_bytes + byte] : 0;
-        }
-    ((Signal*)p)->bytes -= map->box;  // 16 rows, in pieces of 16 bytes
-    signal_turn((Signal*)p);
+    const TensorMap tensor = *map;
+    emulator::copies.push_back([=] {
+        for (int r = 0; r < 16; r++)
+            for (uint64_t i = 0; i < tensor.box; i++) {
+                const uint64_t byte = 4 * word + i;
+                const bool inside = row + r < (int)tensor.rows && byte < tensor.row_bytes;
+                ((unsigned char*)to)[r * tensor.box + i] = inside ? tensor.data[(row + r) * tensor.row_bytes + byte] : 0;
+            }
+        signal_bring(p, 16 * tensor.box);
+    });
+}
+// Boxes of 16 rows and all columns of 128 bytes, one behind the other; 16 bytes change places by three bits of the row.
+inline void copy_columns(void* to, const TensorMap* map, int row, unsigned long long* p) {
+    if (shared_address(to) % 1024 || row < 0 || row + 16 > (int)map->rows) std::abort();
+    const TensorMap tensor = *map;
+    emulator::copies.push_back([=] {
+        for (int r = 0; r < 16; r++)
+            for (uint64_t chunk = 0; chunk < tensor.row_bytes / 16; chunk++)
+                std::memcpy((unsigned char*)to + chunk / 8 * 2048 + r * 128 + (chunk % 8 ^ r % 8) * 16,
+                            tensor.data + (row + r) * tensor.row_bytes + chunk * 16, 16);
+        signal_bring(p, 16 * tensor.row_bytes);
+    });
 }
 inline void copies_wait() {}
 inline float reciprocal_root(float x) { return 1.0f / std::sqrt(x); }
@@ -183,12 +218,52 @@ template <typename T> inline const T* of_warp(T value) {
     emulator::thread.x = me;
     return bank + me / 32 * 32;
 }
-inline float warp_sum(float value) {
-    const float* all = of_warp(value);
-    float sum = 0.0f;
+template <typename T> inline T warp_sum(T value) {
+    const T* all = of_warp(value);
+    T sum = 0;
     for (int lane = 0; lane < 32; lane++) sum += all[lane];
     return sum;
 }
+inline int warp_max(int value) {
+    const int* all = of_warp(value);
+    return *std::max_element(all, all + 32);
+}
+inline int from_lane(int value, int lane) { return of_warp(value)[lane]; }
+inline int warp_scan(int value) {
+    const int *all = of_warp(value), lane = emulator::thread.x % 32;
+    int sum = 0;
+    for (int i = 0; i <= lane; i++) sum += all[i];
+    return sum;
+}
+inline float column_max(float value) {
+    const float* all = of_warp(value);
+    for (int lane = emulator::thread.x % 4; lane < 32; lane += 4) value = max(value, all[lane]);
+    return value;
+}
+inline float column_sum(float value) {
+    const float* all = of_warp(value);
+    float sum = 0.0f;
+    for (int lane = emulator::thread.x % 4; lane < 32; lane += 4) sum += all[lane];
+    return sum;
+}
+inline void load_matrices(uint32_t (&out)[4], const void* row) {
+    const auto rows = of_warp((const uint32_t*)row);
+    const int lane = emulator::thread.x % 32;
+    for (int i = 0; i < 4; i++) out[i] = rows[8 * i + lane / 4][lane % 4];
+}
+inline void load_matrices_turned(uint32_t (&out)[4], const void* row) {
+    const auto rows = of_warp((const uint16_t*)row);
+    const int lane = emulator::thread.x % 32, first = lane % 4 * 2;
+    for (int i = 0; i < 4; i++) out[i] = rows[8 * i + first][lane / 4] | (uint32_t)rows[8 * i + first + 1][lane / 4] << 16;
+}
+inline uint32_t turned_matrix(uint32_t value) {
+    const uint32_t* all = of_warp(value);
+    const int lane = emulator::thread.x % 32, row = lane % 4 * 2, column = lane / 4;
+    const auto cell = [&](int r) { return all[4 * r + column / 2] >> column % 2 * 16 & 0xffff; };
+    return cell(row) | cell(row + 1) << 16;
+}
+inline uint32_t pair_of_bf16(float a, float b) { return to_bf16(a) | (uint32_t)to_bf16(b) << 16; }
+inline float power_of_2(float x) { return std::exp2(x); }
 inline uint32_t quad_max(uint32_t value) {
     const uint32_t* first = of_warp(value) + emulator::thread.x % 32 / 4 * 4;
     return *std::max_element(first, first + 4);
@@ -219,4 +294,20 @@ inline void mma_int8(int* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
             c[cell] += byte(row.a[2 * upper + high], k % 4) * byte(other.b[upper], k % 4);
         }
     }
+}
+
+// mma.m16n8k16 of bf16, likewise.
+inline void mma_bf16(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
+    using namespace emulator;
+    const int me = thread.x, warp = me / 32, lane = me % 32, t = lane % 4;
+    auto& bank = lanes[turns[me]++ % 2];
+    bank[me] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+    barrier(warp, 32);
+    thread.x = me;
+    for (int cell = 0; cell < 4; cell++)
+        for (int k = 0; k < 16; k++) {
+            const int owner = k % 8 / 2, upper = k / 8, column = 2 * t + cell % 2;
+            c[cell] += bf16(bank[warp * 32 + lane / 4 * 4 + owner].a[2 * upper + cell / 2], k % 2) *
+                       bf16(bank[warp * 32 + 4 * column + owner].b[upper], k % 2);
+        }
 }

@@ -78,15 +78,32 @@ _WORDS = 2  # CU_TENSOR_MAP_DATA_TYPE_UINT32
 _PROMOTION = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 
 
+_SWIZZLE = 3  # CU_TENSOR_MAP_SWIZZLE_128B
+
+
 @functools.lru_cache(4096)
 def tensor_map(address: int, rows: int, row_bytes: int, box_bytes: int, box_rows: int) -> bytes:
     """The CUtensorMap by which a kernel copies boxes, `box_rows` by `box_bytes`, of rows that follow each other."""
-    described = (ctypes.c_uint64 * 16)()
+    return _described(address, (row_bytes // 4, rows), (row_bytes,), (box_bytes // 4, box_rows), 0)
+
+
+@functools.lru_cache(4096)
+def column_map(address: int, rows: int, row_bytes: int, box_rows: int) -> bytes:
+    """The same for boxes of whole rows that arrive column by column of 128 bytes, so that 8 rows lie in all banks."""
+    columns = row_bytes // 128
+    return _described(address, (32, rows, columns), (row_bytes, 128), (32, box_rows, columns), _SWIZZLE)
+
+
+def _described(
+    address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
+) -> bytes:
+    """Sizes and boxes in 32-bit words, the innermost first; strides in bytes, of all but the innermost."""
+    described, rank = (ctypes.c_uint64 * 16)(), len(sizes)
     _check(
         _driver().cuTensorMapEncodeTiled(
-            ctypes.byref(described), _WORDS, 2, ctypes.c_void_p(address), (ctypes.c_uint64 * 2)(row_bytes // 4, rows),
-            (ctypes.c_uint64 * 1)(row_bytes), (ctypes.c_uint32 * 2)(box_bytes // 4, box_rows),
-            (ctypes.c_uint32 * 2)(1, 1), 0, 0, _PROMOTION, 0,
+            ctypes.byref(described), _WORDS, rank, ctypes.c_void_p(address), (ctypes.c_uint64 * rank)(*sizes),
+            (ctypes.c_uint64 * (rank - 1))(*strides), (ctypes.c_uint32 * rank)(*box),
+            (ctypes.c_uint32 * rank)(*([1] * rank)), 0, swizzle, _PROMOTION, 0,
         ),
         "cuTensorMapEncodeTiled",
     )  # fmt: skip

@@ -47,6 +47,11 @@ __device__ __forceinline__ void copy_box(void* shared, const TensorMap* map, int
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                  ::"r"(shared_address(shared)), "l"(map), "r"(word), "r"(row), "r"(shared_address(signal)) : "memory");
 }
+// The same of a tensor [columns, rows, 128 bytes], of all columns; 16 bytes lie where `swizzle` puts them.
+__device__ __forceinline__ void copy_columns(void* shared, const TensorMap* map, int row, u64* signal) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {0, %2, 0}], [%3];"
+                 ::"r"(shared_address(shared)), "l"(map), "r"(row), "r"(shared_address(signal)) : "memory");
+}
 __device__ __forceinline__ void fetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -55,10 +60,56 @@ __device__ __forceinline__ void sync_multipliers(int threads) {
     asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
-__device__ __forceinline__ float warp_sum(float value) {
+template <typename T> __device__ __forceinline__ T warp_sum(T value) {
 #pragma unroll
     for (int other = 16; other > 0; other /= 2) value += __shfl_xor_sync(0xffffffffu, value, other);
     return value;
+}
+__device__ __forceinline__ int warp_max(int value) { return __reduce_max_sync(0xffffffffu, value); }
+__device__ __forceinline__ int from_lane(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+// The sum of the lanes up to one's own.
+__device__ __forceinline__ int warp_scan(int value) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(0xffffffffu, value, distance);
+        if (lane >= distance) value += before;
+    }
+    return value;
+}
+// Of the eight lanes with the same number modulo 4, which share two columns of a product.
+__device__ __forceinline__ float column_max(float value) {
+#pragma unroll
+    for (int other = 4; other < 32; other *= 2) value = max(value, __shfl_xor_sync(0xffffffffu, value, other));
+    return value;
+}
+__device__ __forceinline__ float column_sum(float value) {
+#pragma unroll
+    for (int other = 4; other < 32; other *= 2) value += __shfl_xor_sync(0xffffffffu, value, other);
+    return value;
+}
+
+// Four 8 x 8 matrices of 16-bit numbers, of which lane i has row i % 8 of matrix i / 8; a lane gets two numbers of each as an
+// operand of a product has them, of the matrix or of its transpose.
+__device__ __forceinline__ void load_matrices(u32 (&out)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(shared_address(row)) : "memory");
+}
+__device__ __forceinline__ void load_matrices_turned(u32 (&out)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(shared_address(row)) : "memory");
+}
+// The transpose of a matrix that lies in a warp's registers.
+__device__ __forceinline__ u32 turned_matrix(u32 value) {
+    u32 r;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(value));
+    return r;
+}
+__device__ __forceinline__ void mma_bf16(float* c, const u32* a, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ void mma_int8(int* c, const u32* a, u32 b0, u32 b1) {
@@ -91,6 +142,17 @@ __device__ __forceinline__ float from_bf16(u16 x) { return __uint_as_float((u32)
 __device__ __forceinline__ u16 to_bf16(float x) {
     u16 r;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x));
+    return r;
+}
+// Two numbers as bf16, the first in the lower half.
+__device__ __forceinline__ u32 pair_of_bf16(float first, float second) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
+    return r;
+}
+__device__ __forceinline__ float power_of_2(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
 __device__ __forceinline__ int arrive(int* counter) {
