@@ -56,8 +56,8 @@ def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
 class Emulated:
     """Launches by `decode_attention` that an emulation carries out; room for parts is NaN before."""
 
-    def __init__(self, shape: Shape, sizes: Sizes, blocks: int, folder: Path) -> None:
-        self.shape, self.sizes, self.blocks = shape, sizes, blocks
+    def __init__(self, shape: Shape, sizes: Sizes, blocks: int, folder: Path, least: int = 1) -> None:
+        self.shape, self.blocks, self.least = shape, blocks, least
         self.library = compiled(shape, sizes, folder)
         self.counters = torch.zeros(blocks, dtype=torch.int32)
 
@@ -72,7 +72,7 @@ class Emulated:
         tensors = (*given, meta.block_table, meta.seq_lens, counts, out, parts, stats, self.counters)
         q = given[0]
         assert q is not None
-        numbers = (requests, self.sizes.least, meta.block_table.stride(0), q.stride(0))
+        numbers = (requests, self.least, meta.block_table.stride(0), q.stride(0))
         factors = (ctypes.c_float(shape.head_dim**-0.5 * 1.4426950408889634), ctypes.c_float(EPS))
         self.library.run(
             self.blocks, pointer(cache.k), pointer(cache.v), rows, *map(pointer, tensors), *numbers, *factors
@@ -91,7 +91,7 @@ def test_every_thread_does_its_part(
     step = Step([1] * len(lengths), lengths, block_size, kv_heads, head_dim, torch.device("cpu"), torch.bfloat16)
     q = queries(step, kv_heads * group, head_dim)
     out = torch.full((len(lengths) + 1, kv_heads * group * head_dim), torch.nan, dtype=torch.bfloat16)
-    run = Emulated(Shape(head_dim, group, kv_heads, block_size), Sizes(warps, stages, least), blocks, tmp_path)
+    run = Emulated(Shape(head_dim, group, kv_heads, block_size), Sizes(warps, stages, 1), blocks, tmp_path, least)
     live = step.meta.seq_lens > 0
     for _ in range(2):  # the second finds the counters as the first left them
         run((q, *[None] * 7), step, out, len(lengths))
@@ -161,7 +161,7 @@ def test_fused_with_rotation_and_store(
     qkv, scales, columns, cos_sin, *norms = given
     shape = Shape(head_dim, group, kv_heads, block_size, True, rotary, interleaved, has_norm, has_norm)
     out = torch.full((len(lengths), heads * head_dim), torch.nan, dtype=torch.bfloat16)
-    run = Emulated(shape, Sizes(warps, stages, least), blocks, tmp_path)
+    run = Emulated(shape, Sizes(warps, stages, 1), blocks, tmp_path, least)
     run((qkv, scales, columns, step.positions, step.meta.slot_mapping, cos_sin, *norms), step, out, len(lengths))
     live = step.meta.seq_lens > 0
     assert relative_error(out[live], expected[live]) < TOLERANCE

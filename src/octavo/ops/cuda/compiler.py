@@ -26,7 +26,7 @@ _INCLUDE = re.compile(rb'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent
 _OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_FREE_SHARED = 48 << 10  # bytes that a block may have without asking
+_FREE_SHARED = 16 << 10  # bytes that a block may have without asking, with what the kernel declares itself
 
 
 class _Attribute(ctypes.Structure):

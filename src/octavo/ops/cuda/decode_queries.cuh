@@ -30,54 +30,82 @@ __device__ __forceinline__ float projected(const u16* row, int column, float fac
     return columns ? x * columns[column] : x;
 }
 
-// A head that begins at `column`, normed and rotated in float32.
-template <bool NORMED>
-__device__ __forceinline__ void turn(float (&out)[CHANNELS], const u16* row, int column, float factor, const float* columns,
-                                     const u16* norm, const Angles& angles, float eps, int lane) {
-    float own[CHANNELS], other[CHANNELS], squares = 0.0f;
+// A head's numbers before norm and rotation, and those of their partners.
+struct Raw { float own[CHANNELS], other[CHANNELS]; };
+
+__device__ __forceinline__ Raw load_head(const u16* row, int column, float factor, const float* columns, int lane) {
+    Raw raw;
 #pragma unroll
     for (int i = 0; i < CHANNELS; i++) {
         const int d = lane + 32 * i;
-        own[i] = projected(row, column + d, factor, columns);
-        other[i] = d < ROTARY ? projected(row, column + partner_of(d), factor, columns) : 0.0f;
-        squares += own[i] * own[i];
+        raw.own[i] = projected(row, column + d, factor, columns);
+        raw.other[i] = d < ROTARY ? projected(row, column + partner_of(d), factor, columns) : 0.0f;
     }
+    return raw;
+}
+
+// A head normed and rotated in float32, rounded.
+template <bool NORMED>
+__device__ __forceinline__ void turn(u16 (&out)[CHANNELS], Raw raw, const u16* norm, const Angles& angles, float eps, int lane) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < CHANNELS; i++) squares += raw.own[i] * raw.own[i];
     const float inverse = NORMED ? reciprocal_root(warp_sum(squares) / D + eps) : 1.0f;
 #pragma unroll
     for (int i = 0; i < CHANNELS; i++) {
         const int d = lane + 32 * i;
         if (NORMED) {
-            own[i] *= inverse * from_bf16(norm[d]);
-            if (d < ROTARY) other[i] *= inverse * from_bf16(norm[partner_of(d)]);
+            raw.own[i] *= inverse * from_bf16(norm[d]);
+            if (d < ROTARY) raw.other[i] *= inverse * from_bf16(norm[partner_of(d)]);
         }
-        out[i] = own[i] * angles.cosine[i] + other[i] * angles.sine[i];
+        out[i] = to_bf16(raw.own[i] * angles.cosine[i] + raw.other[i] * angles.sine[i]);
     }
 }
 
+// What a pair begins with, as it is read: all of it before any is used, so that the latency of memory counts once.
+struct Given {
+    Raw q[GROUP], k;
+    float v[CHANNELS];
+    long long slot;
+};
+
+__device__ __forceinline__ Given load_pair(const Pointers& from, const Piece& p, int q_stride, bool has_newest, int lane) {
+    Given given;
+    const u16* row = from.q + (long long)p.request * q_stride;
+    const float factor = from.scales ? from.scales[p.request] : 1.0f;
+#pragma unroll
+    for (int h = 0; h < GROUP; h++) given.q[h] = load_head(row, (p.head * GROUP + h) * D, factor, from.columns, lane);
+    if (!has_newest) return given;
+    given.slot = from.slots[p.request];
+    given.k = load_head(row, (HEADS + p.head) * D, factor, from.columns, lane);
+#pragma unroll
+    for (int i = 0; i < CHANNELS; i++)
+        given.v[i] = projected(row, (HEADS + KV_HEADS + p.head) * D + lane + 32 * i, factor, from.columns);
+    return given;
+}
+
 // The newest key and value to their page, where they have one, and to what the pair begins with.
-__device__ __forceinline__ void take_newest(Query& query, const Piece& p, const Pointers& given, const u16* row, float factor,
-                                            const Angles& angles, const float (&q)[GROUP][CHANNELS], float scale, float eps,
+__device__ __forceinline__ void take_newest(Query& query, const Piece& p, const Pointers& to, const Given& given,
+                                            const Angles& angles, const u16 (&q)[GROUP][CHANNELS], float scale, float eps,
                                             int lane) {
-    float key[CHANNELS];
-    turn<K_NORM>(key, row, (HEADS + p.head) * D, factor, given.columns, given.k_norm, angles, eps, lane);
-    const long long slot = given.slots[p.request];
-    const long long to = (slot / BLOCK_SIZE * KV_HEADS + p.head) * (BLOCK_SIZE * D) + slot % BLOCK_SIZE * D;
+    u16 k[CHANNELS];
+    turn<K_NORM>(k, given.k, to.k_norm, angles, eps, lane);
+    const long long place = (given.slot / BLOCK_SIZE * KV_HEADS + p.head) * (BLOCK_SIZE * D) + given.slot % BLOCK_SIZE * D;
 #pragma unroll
     for (int i = 0; i < CHANNELS; i++) {
         const int d = lane + 32 * i;
-        const u16 k = to_bf16(key[i]), v = to_bf16(projected(row, (HEADS + KV_HEADS + p.head) * D + d, factor, given.columns));
-        if (slot >= 0) {
-            given.k_cache[to + d] = k;
-            given.v_cache[to + d] = v;
+        const u16 v = to_bf16(given.v[i]);
+        if (given.slot >= 0) {
+            to.k_cache[place + d] = k[i];
+            to.v_cache[place + d] = v;
         }
-        key[i] = from_bf16(k);
         query.value[d] = from_bf16(v);
     }
 #pragma unroll
     for (int h = 0; h < GROUP; h++) {
         float score = 0.0f;
 #pragma unroll
-        for (int i = 0; i < CHANNELS; i++) score += q[h][i] * key[i];
+        for (int i = 0; i < CHANNELS; i++) score += from_bf16(q[h][i]) * from_bf16(k[i]);
         score = warp_sum(score) * scale;
         if (lane == 0) query.scores[h] = score;
     }
@@ -85,32 +113,32 @@ __device__ __forceinline__ void take_newest(Query& query, const Piece& p, const 
 
 // One warp, a few pairs ahead of those that multiply.
 __device__ __forceinline__ void prepare_queries(Walk walk, const int* lengths, Query* queries, u64* ready, u64* used,
-                                                const Pointers& given, int q_stride, float scale, float eps, int early, int lane) {
-    int slot = 0;
+                                                const Pointers& from, int q_stride, float scale, float eps, int early, int lane) {
+    int slot = 0, request = -1;
     u32 parity = 1;
+    bool waited = !early;
+    Angles angles;
     Piece p;
-    for (bool waited = false; advance(walk, lengths, p); waited = true) {
-        Angles angles;
-        if (FUSED) angles = angles_of(given.cos_sin + given.positions[p.request] * ROTARY, lane);
-        if (early && !waited) wait_for_kernel_ahead();
+    while (advance(walk, lengths, p)) {
+        if (FUSED && p.request != request) angles = angles_of(from.cos_sin + from.positions[p.request] * ROTARY, lane);
+        request = p.request;
+        if (!waited) wait_for_kernel_ahead();
+        waited = true;
+        const bool has_newest = FUSED && p.first == p.begin && p.length > 0;
+        const Given given = load_pair(from, p, q_stride, has_newest, lane);
         signal_wait(used + slot, parity);
         Query& query = queries[slot];
-        const u16* row = given.q + (long long)p.request * q_stride;
-        const float factor = given.scales ? given.scales[p.request] : 1.0f;
-        float q[GROUP][CHANNELS];
+        u16 q[GROUP][CHANNELS];
 #pragma unroll
         for (int h = 0; h < GROUP; h++) {
-            const int column = (p.head * GROUP + h) * D;
-            if (FUSED) turn<Q_NORM>(q[h], row, column, factor, given.columns, given.q_norm, angles, eps, lane);
+            if (FUSED) turn<Q_NORM>(q[h], given.q[h], from.q_norm, angles, eps, lane);
 #pragma unroll
             for (int i = 0; i < CHANNELS; i++) {
-                const int d = lane + 32 * i;
-                const u16 rounded = FUSED ? to_bf16(q[h][i]) : row[column + d];
-                query.q[h * Q_STRIDE + d] = rounded;
-                q[h][i] = from_bf16(rounded);
+                if (!FUSED) q[h][i] = to_bf16(given.q[h].own[i]);
+                query.q[h * Q_STRIDE + lane + 32 * i] = q[h][i];
             }
         }
-        if (FUSED && p.first == p.begin && p.length > 0) take_newest(query, p, given, row, factor, angles, q, scale, eps, lane);
+        if (has_newest) take_newest(query, p, from, given, angles, q, scale, eps, lane);
         sync_warp();
         if (lane == 0) signal_arrive(ready + slot);
         if (++slot == SLOTS) {

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.ops.cuda import decode_attention
 from octavo.ops.kv_cache import AttentionMetadata, KVCache
 from octavo.ops.triton import attention_cudnn, attention_deterministic, attention_flash
 from octavo.ops.triton.attention_decode import decode
@@ -41,9 +42,12 @@ def paged_attention(
     if meta.num_shared is not None and plain and decodes == q.shape[0]:
         decode_shared(q, cache, meta, out, scale, softcap)
         return out
-    if meta.counts is not None:
-        decode_leading(q, cache, meta, out, min(requests, q.shape[0]), scale, window, softcap, sinks)
-    if decodes:
+    most = decodes if meta.counts is None else min(requests, q.shape[0])
+    if plain and softcap is None and decode_attention.serves(q, cache, q.shape[1], most):
+        decode_attention.decode(q, cache, meta, out, most, scale)
+    elif meta.counts is not None:
+        decode_leading(q, cache, meta, out, most, scale, window, softcap, sinks)
+    elif decodes:
         decode(q, cache, meta, out, decodes, scale, window, softcap, sinks)
     if by_flash or requests == decodes or q.shape[0] == decodes:
         return out

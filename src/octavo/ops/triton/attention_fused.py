@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from octavo.ops.cuda import decode_attention
 from octavo.ops.kv_cache import AttentionMetadata, KVCache
 from octavo.ops.triton import attention_decode, runtime
 from octavo.ops.triton.attention_decode import FLOOR, NO_WINDOW, PREFETCHED, ask_for, attend_part, merge_parts
@@ -23,7 +24,7 @@ from octavo.ops.triton.rotary import clamp_limit, load_scaled, to_cache
 from octavo.ops.triton.scaled import Scaled
 from octavo.ops.triton.scaled import parts as scaled_parts
 
-MAX_REQUESTS = 256  # as many as have been timed; with one part a request, as from 64 on, nothing is turned twice
+MAX_REQUESTS = 64  # from there on queries are turned again by so many programs that a launch costs less
 
 
 @triton.jit
@@ -181,9 +182,18 @@ def rotary_and_attend(
         return NotImplemented
     if num_heads % num_kv_heads or group > 16:
         return NotImplemented
-    if meta.num_decodes != tokens or tokens > MAX_REQUESTS or qkv.dtype.itemsize > 2 or head_dim > 128:
+    if meta.num_decodes != tokens or qkv.dtype.itemsize > 2 or head_dim > 128:
+        return NotImplemented
+    plain = window is None and softcap is None and cos_sin.dtype is torch.float32 and cos_sin.is_contiguous()
+    by_shares = plain and num_splits is None and decode_attention.serves(qkv, cache, num_heads, tokens)
+    if tokens > MAX_REQUESTS and not by_shares:
         return NotImplemented
     out = torch.empty(tokens, num_heads * head_dim, dtype=qkv.dtype, device=qkv.device)
+    if by_shares:
+        norms = (q_norm, k_norm, eps, interleaved)
+        args = (qkv, scales, columns, positions, cos_sin, cache, meta, out, scale)
+        decode_attention.rotary_and_attend(*args, *norms)
+        return out
     tile = attention_decode.tile_for(head_dim, group, qkv.dtype, cache.dtype)
     block_n = tile.keys if block_n is None else block_n
     pairs = tokens * num_kv_heads

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from octavo.ops.decoder import DecoderLayer
 
 FUSED_ROWS = 16  # up to here the norm is repeated in every program of a product, which then costs less than a launch
-ATTENDED_ROWS = 64  # up to here attention rotates its queries itself, for the same reason
 ACTIVATIONS = ("silu", "gelu_tanh")
 _PARTS = ("qkv", "output", "gate_up", "down")
 _NORMS = ("input_norm", "post_norm", "q_norm", "k_norm")
@@ -107,7 +106,7 @@ def _attend(
     heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
     norms = (layer.q_norm, layer.k_norm, layer.head_eps, False)
     rows = positions.shape[0]
-    if meta.num_decodes == rows <= ATTENDED_ROWS and meta.num_shared is None:
+    if meta.num_decodes == rows and meta.num_shared is None:
         options = (layer.scale, layer.window, layer.softcap)
         out = _rotary_and_attend(qkv, positions, cos_sin, cache, meta, *heads, *options, *norms)
         if out is not NotImplemented:
