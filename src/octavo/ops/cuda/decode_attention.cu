@@ -58,7 +58,7 @@ struct Walk { Run now, next; int size; };
 struct Piece { int request, head, length, begin, end, first, stop, first_tile, end_tile; };
 
 __device__ __forceinline__ int keys_of(int length) { return max(length - FUSED, 0); }  // in memory
-__device__ __forceinline__ int units_of(int length) { return (keys_of(length) + KEYS - 1) / KEYS + 1; }
+__device__ __forceinline__ int units_of(int length) { return length ? (keys_of(length) + KEYS - 1) / KEYS + 1 : 0; }
 
 // One warp finds what lies at a place of the sequence.
 __device__ __forceinline__ Run find(const int* lengths, int requests, int at, int last, int lane) {
@@ -98,6 +98,7 @@ __device__ __forceinline__ bool advance(Walk& walk, const int* lengths, Piece& p
     }
     Run& run = walk.now;
     if (run.at >= run.last) return false;
+    while (lengths[run.request] == 0) run.request++;  // it has no tiles
     p.length = lengths[run.request];
     const int units = units_of(p.length);
     p.request = run.request;
@@ -258,8 +259,12 @@ __device__ __forceinline__ float merged(int count, Part part, Value value, Stats
     return total;
 }
 
-// A request without keys has zeros.
-__device__ __forceinline__ u16 output(float total, float sum) { return to_bf16(sum == 0.0f ? 0.0f : total / sum); }
+// Zeros for requests of length 0, which pad the batch: all blocks share them, as there may be many one after the other.
+__device__ __forceinline__ void clear_padding(const int* lengths, int requests, u16* out, int thread) {
+    constexpr int WIDTH = KV_HEADS * GROUP * D;
+    for (int r = blockIdx.x; r < requests; r += gridDim.x)
+        for (int i = thread; lengths[r] == 0 && i < WIDTH; i += MULTIPLIERS) out[(long long)r * WIDTH + i] = 0;
+}
 
 // What the warps have of a pair, together: to `out`, or where other blocks have parts of it to memory, and the last of those
 // adds them. A block has room for two parts, of a pair that began before its stretch and of one that begins in it.
@@ -275,7 +280,7 @@ __device__ __forceinline__ void finish(const Piece& p, int size, const float* su
             WARPS, [&](int w) { return stats[w * GROUP + q]; },
             [&](int w) { return sums[(w * GROUP + q) * SUM_STRIDE + i % D]; }, all);
         if (count == 1) {
-            out[i] = output(total, all.sum);
+            out[i] = to_bf16(total / all.sum);
             continue;
         }
         parts[own * (GROUP * D) + i] = total;
@@ -299,7 +304,7 @@ __device__ __forceinline__ void finish(const Piece& p, int size, const float* su
                 return Stats{load_partial(from), load_partial(from + 1)};
             },
             [&](int part) { return load_partial(parts + of_part(part) * (GROUP * D) + i); }, all);
-        out[i] = output(total, all.sum);
+        out[i] = to_bf16(total / all.sum);
     }
 }
 
@@ -320,7 +325,7 @@ __device__ __forceinline__ void multiply(Walk walk, const int* lengths, const Qu
             for (int half = 0; half < 2; half++)
                 q[i][half] = *(const u32*)(queries[slot].q + lane / 4 * Q_STRIDE + 16 * i + 8 * half + lane % 4 * 2);
         Softmax s;
-        begin(s, queries[slot], FUSED && warp == 0 && p.first == p.begin && p.length > 0, lane);
+        begin(s, queries[slot], FUSED && warp == 0 && p.first == p.begin, lane);
         sync_warp();
         if (lane == 0) signal_arrive(used + slot);
         if (++slot == SLOTS) {
@@ -396,6 +401,7 @@ decode_attention(const BY_VALUE TensorMap k_map, const BY_VALUE TensorMap v_map,
         prepare_queries(walk, lengths, queries, ready, used, given, q_stride, scale, eps, early, lane);
     } else {
         if (early) wait_for_kernel_ahead();
+        clear_padding(lengths, requests, out, thread);
         multiply(walk, lengths, queries, ready, used, ring, full, empty, sums, stats, out, parts, part_stats, arrived, &flag, scale,
                  thread);
     }

@@ -124,7 +124,7 @@ __device__ __forceinline__ void prepare_queries(Walk walk, const int* lengths, Q
         request = p.request;
         if (!waited) wait_for_kernel_ahead();
         waited = true;
-        const bool has_newest = FUSED && p.first == p.begin && p.length > 0;
+        const bool has_newest = FUSED && p.first == p.begin;
         const Given given = load_pair(from, p, q_stride, has_newest, lane);
         signal_wait(used + slot, parity);
         Query& query = queries[slot];
