@@ -206,6 +206,7 @@ inline float from_bf16(uint16_t x) { return emulator::bf16(x, 0); }
 inline uint16_t to_bf16(float x) { return emulator::rounded(x); }
 inline int arrive(int* counter) { return (*counter)++; }
 inline float load_partial(const float* p) { return *p; }
+inline Words load_partials(const float* p) { return *(const Words*)p; }
 inline float exponential(float x) { return std::exp(x); }
 
 // What the lanes of a warp hold, once all have brought it.

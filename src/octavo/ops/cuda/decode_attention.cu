@@ -244,19 +244,30 @@ __device__ __forceinline__ void store_sums(const Softmax& s, float* sums, Stats*
     }
 }
 
-// The sum of `count` parts of one output, what of it is relative to, and the sum of their weights.
-template <typename Part, typename Value>
-__device__ __forceinline__ float merged(int count, Part part, Value value, Stats& all) {
-    all = {FLOOR, 0.0f};
-    float total = 0.0f;
+// Four neighbouring outputs out of `count` parts, the sum of their weights and what all of it is relative to.
+struct Four { float total[4]; Stats stats; };
+
+template <typename Part, typename Values>
+__device__ __forceinline__ Four merged(int count, Part part, Values values) {
+    Four all = {{}, {FLOOR, 0.0f}};
+#pragma unroll
+    for (int i = 0; i < count; i++) all.stats.maximum = max(all.stats.maximum, part(i).maximum);
+#pragma unroll
     for (int i = 0; i < count; i++) {
         const Stats one = part(i);
-        const float maximum = max(all.maximum, one.maximum);
-        const float shrink = power_of_2(all.maximum - maximum), weight = power_of_2(one.maximum - maximum);
-        total = total * shrink + value(i) * weight;
-        all = {maximum, all.sum * shrink + one.sum * weight};
+        const float weight = power_of_2(one.maximum - all.stats.maximum);
+        const Words bits = values(i);
+        all.stats.sum += one.sum * weight;
+#pragma unroll
+        for (int c = 0; c < 4; c++) all.total[c] += number_of(bits.w[c]) * weight;
     }
-    return total;
+    return all;
+}
+
+__device__ __forceinline__ void write(u16* out, const Four& all) {
+    const float inverse = 1.0f / all.stats.sum;
+    *(uint2*)out = {pair_of_bf16(all.total[0] * inverse, all.total[1] * inverse),
+                    pair_of_bf16(all.total[2] * inverse, all.total[3] * inverse)};
 }
 
 // Zeros for requests of length 0, which pad the batch: all blocks share them, as there may be many one after the other.
@@ -273,18 +284,18 @@ __device__ __forceinline__ void finish(const Piece& p, int size, const float* su
     const int owner = p.begin / size, count = (p.end - 1) / size - owner + 1;
     const int own = 2 * (p.first / size) + (p.first == p.begin ? 1 : 0);
     out += ((long long)p.request * KV_HEADS + p.head) * (GROUP * D);
-    for (int i = thread; i < GROUP * D; i += MULTIPLIERS) {
+    for (int i = 4 * thread; i < GROUP * D; i += 4 * MULTIPLIERS) {
         const int q = i / D;
-        Stats all;
-        const float total = merged(
+        const Four all = merged(
             WARPS, [&](int w) { return stats[w * GROUP + q]; },
-            [&](int w) { return sums[(w * GROUP + q) * SUM_STRIDE + i % D]; }, all);
+            [&](int w) { return *(const Words*)(sums + (w * GROUP + q) * SUM_STRIDE + i % D); });
         if (count == 1) {
-            out[i] = to_bf16(total / all.sum);
+            write(out + i, all);
             continue;
         }
-        parts[own * (GROUP * D) + i] = total;
-        if (i % D == 0) part_stats[own * GROUP + q] = all;
+#pragma unroll
+        for (int c = 0; c < 4; c++) parts[own * (GROUP * D) + i + c] = all.total[c];
+        if (i % D == 0) part_stats[own * GROUP + q] = all.stats;
     }
     if (count == 1) return;
     sync_multipliers(MULTIPLIERS);
@@ -294,17 +305,15 @@ __device__ __forceinline__ void finish(const Piece& p, int size, const float* su
     }
     sync_multipliers(MULTIPLIERS);
     if (!*flag) return;
-    for (int i = thread; i < GROUP * D; i += MULTIPLIERS) {
+    for (int i = 4 * thread; i < GROUP * D; i += 4 * MULTIPLIERS) {
         const auto of_part = [&](int part) { return 2 * (owner + part) + (part == 0 ? 1 : 0); };
-        Stats all;
-        const float total = merged(
+        write(out + i, merged(
             count,
             [&](int part) {
                 const float* from = (const float*)(part_stats + of_part(part) * GROUP + i / D);
                 return Stats{load_partial(from), load_partial(from + 1)};
             },
-            [&](int part) { return load_partial(parts + of_part(part) * (GROUP * D) + i); }, all);
-        out[i] = to_bf16(total / all.sum);
+            [&](int part) { return load_partials(parts + of_part(part) * (GROUP * D) + i); }));
     }
 }
 

@@ -160,5 +160,9 @@ __device__ __forceinline__ int arrive(int* counter) {
     return atomicAdd(counter, 1);
 }
 __device__ __forceinline__ float load_partial(const float* p) { return __ldcg(p); }
+__device__ __forceinline__ Words load_partials(const float* p) {
+    const float4 x = __ldcg((const float4*)p);
+    return {__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)};
+}
 __device__ __forceinline__ float exponential(float x) { return __expf(x); }
 #endif
