@@ -57,11 +57,13 @@ def kernels(result: profile) -> list[tuple[str, float, float]]:
 
 
 def show(workload: str, plain: float, spans: list[tuple[str, float, float]], top: int) -> None:
-    """Print the kernels with the most time, and the time in which none ran."""
+    """Print the kernels with the most time, and when none ran."""
     times: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
-    busy, end = 0.0, float("-inf")
+    busy, end = 0.0, spans[0][1]
+    gaps = []  # (length, when), in us
     for name, first, last in spans:
+        gaps.append((first - end, first - spans[0][1]))
         busy += max(0.0, last - max(first, end))
         end = max(end, last)
         times[name] += last - first
@@ -72,6 +74,11 @@ def show(workload: str, plain: float, spans: list[tuple[str, float, float]], top
         f"{len(spans)} kernels and copies",
         flush=True,
     )
+    longest = ", ".join(f"{us / 1e3:.1f} ms at {when / 1e6:.2f} s" for us, when in sorted(gaps, reverse=True)[:8])
+    for shortest in (3, 20, 100):
+        some = [us for us, _ in gaps if us > shortest]
+        print(f"  {len(some)} gaps over {shortest} us: {sum(some) / 1e3:.1f} ms", end="", flush=True)
+    print(f"; the longest {longest}", flush=True)
     for name, us in sorted(times.items(), key=lambda item: -item[1])[:top]:
         row = f"{100 * us / whole:5.1f} %  {us / 1e3:9.1f} ms  {calls[name]:6d} x {us / calls[name]:8.1f} us"
         print(f"  {row}  {name[:90]}", flush=True)

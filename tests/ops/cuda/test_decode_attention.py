@@ -18,6 +18,8 @@ from octavo import ops
 from octavo.ops import reference
 from octavo.ops.cuda import compiler, decode_attention
 from octavo.ops.cuda.decode_attention import Shape, Sizes
+from octavo.ops.triton.attention import paged_attention
+from octavo.ops.triton.attention_fused import rotary_and_attend
 
 HERE = Path(__file__).parent
 SOURCES = Path(decode_attention.__file__).parent
@@ -120,7 +122,9 @@ def fused_inputs(step: Step, heads: int, rotary: int, has_norm: bool, is_scaled:
     return tuple(None if x is None else x.to(device) for x in tensors)
 
 
-def exact_step(step: Step, given: tuple[Tensor | None, ...], heads: int, interleaved: bool) -> tuple[Tensor, ops.KVCache]:
+def exact_step(
+    step: Step, given: tuple[Tensor | None, ...], heads: int, interleaved: bool
+) -> tuple[Tensor, ops.KVCache]:
     """What comes out, and the pages after, in float32."""
     qkv, scales, columns, cos_sin, *norms = given
     assert qkv is not None and cos_sin is not None
@@ -148,7 +152,12 @@ def assert_same_pages(ours: ops.KVCache, exact: ops.KVCache) -> None:
 @needs_compiler
 @pytest.mark.parametrize(
     ("case", "rotary", "interleaved", "has_norm", "is_scaled"),
-    [(0, 128, False, False, True), (1, 32, False, True, False), (2, 64, True, True, True), (4, 96, False, False, False)],
+    [
+        (0, 128, False, False, True),
+        (1, 32, False, True, False),
+        (2, 64, True, True, True),
+        (4, 96, False, False, False),
+    ],
 )
 def test_fused_with_rotation_and_store(
     case: int, rotary: int, interleaved: bool, has_norm: bool, is_scaled: bool, tmp_path: Path
@@ -236,3 +245,27 @@ def test_it_replays_in_a_graph_for_other_lengths(device: torch.device) -> None:
         graph.replay()
         assert relative_error(out[:3], exact_attention(q, step, 0.1)[:3]) < TOLERANCE
         assert not out[3].any()
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize(("requests", "launches"), [(40, 1), (16, 0)])
+def test_steps_of_many_requests_go_to_it(
+    requests: int, launches: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as there are more pairs of a request and a key head than multiprocessors, 132 on an H200."""
+    step = Step([1] * requests, [50 + 9 * i for i in range(requests)], 16, 8, 128, device, torch.bfloat16)
+    q, seen = queries(step, 32, 128), []
+    for name in ("decode", "rotary_and_attend"):
+        call = getattr(decode_attention, name)
+        monkeypatch.setattr(decode_attention, name, lambda *a, call=call, **k: (seen.append(1), call(*a, **k)))
+    out = paged_attention(q, step.cache, step.meta, 0.1, None, None, None)
+    assert relative_error(out, exact_attention(q, step, 0.1)) < TOLERANCE and len(seen) == launches
+    paged_attention(q, step.cache, step.meta, 0.1, 64, None, None)  # a window is Triton's
+    assert len(seen) == launches
+    given = fused_inputs(step, 32, 128, True, False)
+    expected, pages = exact_step(step, given, 32, False)
+    qkv, _, _, cos_sin, *norms = given
+    args = (qkv, step.positions, cos_sin, step.cache, step.meta, 32, 8, 128, 128**-0.5, None, None, *norms, EPS)
+    assert relative_error(rotary_and_attend(*args), expected) < TOLERANCE and len(seen) == 2 * launches
+    assert_same_pages(step.cache, pages)

@@ -75,7 +75,7 @@ def _value(argument: Any) -> Any:
 
 
 _WORDS = 2  # CU_TENSOR_MAP_DATA_TYPE_UINT32
-_PROMOTION = 0  # CU_TENSOR_MAP_L2_PROMOTION_NONE: 256 bytes cost attention 5 % of its time, and products of few rows 1 %
+_PROMOTION = 0  # CU_TENSOR_MAP_L2_PROMOTION_NONE: that to 256 bytes costs attention 5 %, products of few rows 1 %
 
 
 _SWIZZLE = 3  # CU_TENSOR_MAP_SWIZZLE_128B

@@ -48,75 +48,7 @@ struct Pointers {
     u16 *k_cache, *v_cache;
 };
 
-// Where in the sequence a block is and where it stops; the request there and where that begins.
-struct Run { int at, last, request, begin; };
-
-// A block's stretch, in two runs: the pair that its end cuts comes first, so that nobody waits for parts at the end.
-struct Walk { Run now, next; int size; };
-
-// A stretch's share of a pair: first..stop of begin..end; tiles are counted from the context's beginning.
-struct Piece { int request, head, length, begin, end, first, stop, first_tile, end_tile; };
-
-__device__ __forceinline__ int keys_of(int length) { return max(length - FUSED, 0); }  // in memory
-__device__ __forceinline__ int units_of(int length) { return length ? (keys_of(length) + KEYS - 1) / KEYS + 1 : 0; }
-
-// One warp finds what lies at a place of the sequence.
-__device__ __forceinline__ Run find(const int* lengths, int requests, int at, int last, int lane) {
-    Run run = {at, last, 0, 0};
-    for (int base = 0; base < requests; base += 32) {
-        const int end = run.begin + warp_scan(base + lane < requests ? units_of(lengths[base + lane]) * KV_HEADS : 0);
-        const bool is_before = base + lane < requests && end <= at;
-        const int count = warp_sum(is_before ? 1 : 0);
-        run.begin = warp_max(is_before ? end : run.begin);
-        run.request += count;
-        if (count < 32) break;
-    }
-    return run;
-}
-
-__device__ __forceinline__ Walk deal(const int* lengths, int requests, int least, int lane) {
-    int total = 0;
-    for (int r = lane; r < requests; r += 32) total += units_of(lengths[r]);
-    total = warp_sum(total) * KV_HEADS;
-    Walk walk;
-    walk.size = max((total + (int)gridDim.x - 1) / (int)gridDim.x, least);
-    const int first = min((int)blockIdx.x * walk.size, total), last = min(first + walk.size, total);
-    walk.next = find(lengths, requests, first, last, lane);
-    walk.now = first < last ? find(lengths, requests, last - 1, last, lane) : walk.next;
-    if (first < last) {
-        const int units = units_of(lengths[walk.now.request]);
-        walk.now.at = max(walk.now.begin + (last - 1 - walk.now.begin) / units * units, first);
-    }
-    walk.next.last = walk.now.at;
-    return walk;
-}
-
-__device__ __forceinline__ bool advance(Walk& walk, const int* lengths, Piece& p) {
-    if (walk.now.at >= walk.now.last) {
-        walk.now = walk.next;
-        walk.next.at = walk.next.last;
-    }
-    Run& run = walk.now;
-    if (run.at >= run.last) return false;
-    while (lengths[run.request] == 0) run.request++;  // it has no tiles
-    p.length = lengths[run.request];
-    const int units = units_of(p.length);
-    p.request = run.request;
-    p.head = (run.at - run.begin) / units;
-    p.begin = run.begin + p.head * units;
-    p.end = p.begin + units;
-    p.first = run.at;
-    p.stop = min(p.end, run.last);
-    p.first_tile = max(p.first - p.begin - 1, 0);
-    p.end_tile = p.stop - p.begin - 1;
-    run.at = p.stop;
-    if (p.stop == run.begin + KV_HEADS * units) {
-        run.request++;
-        run.begin = p.stop;
-    }
-    return true;
-}
-
+#include "decode_shares.cuh"
 #include "decode_queries.cuh"
 
 // Pages of the 32 tiles of a piece from `tile` on, a lane each.
@@ -244,77 +176,13 @@ __device__ __forceinline__ void store_sums(const Softmax& s, float* sums, Stats*
     }
 }
 
-// Four neighbouring outputs out of `count` parts, the sum of their weights and what all of it is relative to.
-struct Four { float total[4]; Stats stats; };
-
-template <typename Part, typename Values>
-__device__ __forceinline__ Four merged(int count, Part part, Values values) {
-    Four all = {{}, {FLOOR, 0.0f}};
-#pragma unroll
-    for (int i = 0; i < count; i++) all.stats.maximum = max(all.stats.maximum, part(i).maximum);
-#pragma unroll
-    for (int i = 0; i < count; i++) {
-        const Stats one = part(i);
-        const float weight = power_of_2(one.maximum - all.stats.maximum);
-        const Words bits = values(i);
-        all.stats.sum += one.sum * weight;
-#pragma unroll
-        for (int c = 0; c < 4; c++) all.total[c] += number_of(bits.w[c]) * weight;
-    }
-    return all;
-}
-
-__device__ __forceinline__ void write(u16* out, const Four& all) {
-    const float inverse = 1.0f / all.stats.sum;
-    *(uint2*)out = {pair_of_bf16(all.total[0] * inverse, all.total[1] * inverse),
-                    pair_of_bf16(all.total[2] * inverse, all.total[3] * inverse)};
-}
+#include "decode_parts.cuh"
 
 // Zeros for requests of length 0, which pad the batch: all blocks share them, as there may be many one after the other.
 __device__ __forceinline__ void clear_padding(const int* lengths, int requests, u16* out, int thread) {
     constexpr int WIDTH = KV_HEADS * GROUP * D;
     for (int r = blockIdx.x; r < requests; r += gridDim.x)
         for (int i = thread; lengths[r] == 0 && i < WIDTH; i += MULTIPLIERS) out[(long long)r * WIDTH + i] = 0;
-}
-
-// What the warps have of a pair, together: to `out`, or where other blocks have parts of it to memory, and the last of those
-// adds them. A block has room for two parts, of a pair that began before its stretch and of one that begins in it.
-__device__ __forceinline__ void finish(const Piece& p, int size, const float* sums, const Stats* stats, u16* out, float* parts,
-                                       Stats* part_stats, int* arrived, int* flag, int thread) {
-    const int owner = p.begin / size, count = (p.end - 1) / size - owner + 1;
-    const int own = 2 * (p.first / size) + (p.first == p.begin ? 1 : 0);
-    out += ((long long)p.request * KV_HEADS + p.head) * (GROUP * D);
-    for (int i = 4 * thread; i < GROUP * D; i += 4 * MULTIPLIERS) {
-        const int q = i / D;
-        const Four all = merged(
-            WARPS, [&](int w) { return stats[w * GROUP + q]; },
-            [&](int w) { return *(const Words*)(sums + (w * GROUP + q) * SUM_STRIDE + i % D); });
-        if (count == 1) {
-            write(out + i, all);
-            continue;
-        }
-#pragma unroll
-        for (int c = 0; c < 4; c++) parts[own * (GROUP * D) + i + c] = all.total[c];
-        if (i % D == 0) part_stats[own * GROUP + q] = all.stats;
-    }
-    if (count == 1) return;
-    sync_multipliers(MULTIPLIERS);
-    if (thread == 0) {
-        *flag = arrive(arrived + owner) == count - 1;
-        if (*flag) arrived[owner] = 0;  // for the next launch
-    }
-    sync_multipliers(MULTIPLIERS);
-    if (!*flag) return;
-    for (int i = 4 * thread; i < GROUP * D; i += 4 * MULTIPLIERS) {
-        const auto of_part = [&](int part) { return 2 * (owner + part) + (part == 0 ? 1 : 0); };
-        write(out + i, merged(
-            count,
-            [&](int part) {
-                const float* from = (const float*)(part_stats + of_part(part) * GROUP + i / D);
-                return Stats{load_partial(from), load_partial(from + 1)};
-            },
-            [&](int part) { return load_partials(parts + of_part(part) * (GROUP * D) + i); }));
-    }
 }
 
 // The warps that multiply: tile i of the stretch is that of warp i % WARPS.

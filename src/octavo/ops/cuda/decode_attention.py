@@ -132,9 +132,7 @@ def rotary_and_attend(
     shape = Shape(
         cache.head_dim, group, cache.num_kv_heads, cache.block_size, True, cos_sin.shape[1], interleaved, *norms
     )
-    given = _pointers(
-        qkv, scales, columns, positions, meta.slot_mapping, cos_sin, q_norm, k_norm, cache.k, cache.v
-    )
+    given = _pointers(qkv, scales, columns, positions, meta.slot_mapping, cos_sin, q_norm, k_norm, cache.k, cache.v)
     _launch(shape, sizes, given, cache, meta, out, qkv.shape[0], qkv.stride(0), scale, eps, blocks)
 
 
@@ -144,8 +142,8 @@ def _pointers(*tensors: Tensor | None) -> bytes:
 
 
 def _launch(
-    shape: Shape, sizes: Sizes | None, given: bytes, cache: KVCache, meta: AttentionMetadata, out: Tensor, requests: int,
-    q_stride: int, scale: float, eps: float, blocks: int | None,
+    shape: Shape, sizes: Sizes | None, given: bytes, cache: KVCache, meta: AttentionMetadata, out: Tensor,
+    requests: int, q_stride: int, scale: float, eps: float, blocks: int | None,
 ) -> None:  # fmt: skip
     device = out.device
     sizes = sizes_for(shape) if sizes is None else sizes
