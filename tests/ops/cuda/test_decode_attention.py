@@ -18,8 +18,6 @@ from octavo import ops
 from octavo.ops import reference
 from octavo.ops.cuda import compiler, decode_attention
 from octavo.ops.cuda.decode_attention import Shape, Sizes
-from octavo.ops.triton.attention import paged_attention
-from octavo.ops.triton.attention_fused import rotary_and_attend
 
 HERE = Path(__file__).parent
 SOURCES = Path(decode_attention.__file__).parent
@@ -254,6 +252,9 @@ def test_steps_of_many_requests_go_to_it(
     requests: int, launches: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As soon as there are more pairs of a request and a key head than multiprocessors, 132 on an H200."""
+    from octavo.ops.triton.attention import paged_attention  # imports triton
+    from octavo.ops.triton.attention_fused import rotary_and_attend
+
     step = Step([1] * requests, [50 + 9 * i for i in range(requests)], 16, 8, 128, device, torch.bfloat16)
     q, seen = queries(step, 32, 128), []
     for name in ("decode", "rotary_and_attend"):

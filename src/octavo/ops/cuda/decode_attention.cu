@@ -252,6 +252,8 @@ decode_attention(const BY_VALUE TensorMap k_map, const BY_VALUE TensorMap v_map,
     for (int i = thread; i < SLOTS * (8 - GROUP) * Q_STRIDE; i += MULTIPLIERS + 64)  // columns without a query head
         queries[i / ((8 - GROUP) * Q_STRIDE)].q[GROUP * Q_STRIDE + i % ((8 - GROUP) * Q_STRIDE)] = 0;
     if (thread == 0) {
+        fetch_map(&k_map);
+        fetch_map(&v_map);
         for (int i = 0; i < STAGES; i++) {
             signal_init(full + i, 1);
             signal_init(empty + i, 1);

@@ -13,33 +13,38 @@ struct Piece { int request, head, length, begin, end, first, stop, first_tile, e
 __device__ __forceinline__ int keys_of(int length) { return max(length - FUSED, 0); }  // in memory
 __device__ __forceinline__ int units_of(int length) { return length ? (keys_of(length) + KEYS - 1) / KEYS + 1 : 0; }
 
-// One warp finds what lies at a place of the sequence.
-__device__ __forceinline__ Run find(const int* lengths, int requests, int at, int last, int lane) {
-    Run run = {at, last, 0, 0};
-    for (int base = 0; base < requests; base += 32) {
-        const int end = run.begin + warp_scan(base + lane < requests ? units_of(lengths[base + lane]) * KV_HEADS : 0);
-        const bool is_before = base + lane < requests && end <= at;
-        const int count = warp_sum(is_before ? 1 : 0);
-        run.begin = warp_max(is_before ? end : run.begin);
-        run.request += count;
-        if (count < 32) break;
+// What a lane of the warp that deals has: the requests first..last, whose units are begin..end of the sequence.
+struct Portion { int first, last, begin, end; };
+
+// Where a place of the sequence lies, which one lane's requests hold.
+__device__ __forceinline__ Run find(const Portion& own, const int* lengths, int at, int last, int lane) {
+    int request = own.first, begin = own.begin;
+    const bool is_here = own.begin <= at && at < own.end;
+    for (; is_here; request++) {
+        const int units = units_of(lengths[request]) * KV_HEADS;
+        if (begin + units > at) break;
+        begin += units;
     }
-    return run;
+    const int owner = warp_max(is_here ? lane : 0);
+    return {at, last, from_lane(request, owner), from_lane(begin, owner)};
 }
 
+// One warp finds the block's stretch.
 __device__ __forceinline__ Walk deal(const int* lengths, int requests, int least, int lane) {
-    int total = 0;
-    for (int r = lane; r < requests; r += 32) total += units_of(lengths[r]);
-    total = warp_sum(total) * KV_HEADS;
+    const int each = (requests + 31) / 32;
+    Portion own = {min(lane * each, requests), min((lane + 1) * each, requests), 0, 0};
+    int units = 0;
+    for (int r = own.first; r < own.last; r++) units += units_of(lengths[r]) * KV_HEADS;
+    own.end = warp_scan(units);
+    own.begin = own.end - units;
+    const int total = from_lane(own.end, 31);
     Walk walk;
     walk.size = max((total + (int)gridDim.x - 1) / (int)gridDim.x, least);
     const int first = min((int)blockIdx.x * walk.size, total), last = min(first + walk.size, total);
-    walk.next = find(lengths, requests, first, last, lane);
-    walk.now = first < last ? find(lengths, requests, last - 1, last, lane) : walk.next;
-    if (first < last) {
-        const int units = units_of(lengths[walk.now.request]);
-        walk.now.at = max(walk.now.begin + (last - 1 - walk.now.begin) / units * units, first);
-    }
+    walk.next = find(own, lengths, first, last, lane);
+    walk.now = find(own, lengths, max(last - 1, 0), last, lane);
+    const int pair = max(units_of(lengths[walk.now.request]), 1);
+    walk.now.at = max(walk.now.begin + (walk.now.at - walk.now.begin) / pair * pair, first);  // a stretch may be empty
     walk.next.last = walk.now.at;
     return walk;
 }
