@@ -177,6 +177,18 @@ def test_fused_with_rotation_and_store(
     assert_same_pages(step.cache, pages)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", range(1, 9))
+def test_sizes_fit_a_multiprocessor_and_leave_a_stage_to_one_warp(head_dim: int, group: int) -> None:
+    """A warp that took turns with others could find a stage a turn behind, and take what is there for its own."""
+    shape = Shape(head_dim, group, 8, 16, True, head_dim)
+    sizes = decode_attention.sizes_for(shape)
+    assert sizes.stages % sizes.warps == 0
+    declared = 17920  # bytes that a block declares itself, and what the hardware keeps of each
+    assert sizes.resident * (sizes.shared_bytes(shape) + declared) <= 227 << 10
+    assert sizes.resident * (sizes.warps + 2) * 32 * 168 <= 65536  # registers
+
+
 @needs_compiler
 def test_a_nan_stays_in_its_request(tmp_path: Path) -> None:
     step = Step([1, 1], [33, 41], 16, 1, 64, torch.device("cpu"), torch.bfloat16)
