@@ -56,8 +56,8 @@ def test_nothing_is_scaled_where_ones_are_best() -> None:
 def chain_error(tmp_path: Path, *chain: Any) -> tuple[float, dict[str, Any]]:
     """Squared error of the logits, and the report."""
     model = family_model("llama")
-    model.model.layers[0].input_layernorm.weight.data[::8] *= 12
-    model.model.layers[0].post_attention_layernorm.weight.data[::8] *= 12
+    model.model.layers[0].input_layernorm.weight.data[::8] *= 30
+    model.model.layers[0].post_attention_layernorm.weight.data[::8] *= 30
     tokens = torch.tensor(token_samples(4, seed=8))
     before = model(tokens, use_cache=False).logits
     oneshot(model, dataset=token_samples(12), recipe=list(chain), output_dir=tmp_path / "out")
@@ -70,7 +70,7 @@ def test_rounding_after_awq_is_better_than_rounding(tmp_path: Path, clip: bool) 
     rounding = QuantizationModifier(**W4, weight_observer="minmax")
     alone, _ = chain_error(tmp_path / "alone", rounding)
     after, report = chain_error(tmp_path / "after", AWQModifier(clip=clip), rounding)
-    assert after < 0.97 * alone
+    assert after < 0.9 * alone
     assert not [note for note in report["notes"] if "AWQ" in note]
 
 

@@ -74,7 +74,8 @@ def test_blocked_solver_equals_the_naive_one(scheme: WeightScheme, block: int, a
     assert torch.isclose(found, expected, rtol=1e-5, atol=1e-6).float().mean() > 0.985
     error = (found - weight) @ inputs.t()
     torch.testing.assert_close(solution.error, error.square().sum(dim=1), rtol=2e-3, atol=1e-3)
-    torch.testing.assert_close(solution.norm, (weight @ inputs.t()).square().sum(dim=1), rtol=1e-3, atol=1e-3)
+    norm = (weight @ inputs.t()).square().sum(dim=1)
+    torch.testing.assert_close(solution.norm, norm, rtol=4e-3, atol=1e-3)  # in bfloat16 where the CPU multiplies that
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
