@@ -22,7 +22,7 @@ from torch import Tensor
 
 from octavo import ops
 from octavo.ops import reference
-from octavo.ops.triton import attention_cudnn, attention_plans, runtime
+from octavo.ops.triton import attention_cudnn, attention_fused, attention_plans, runtime
 from octavo.ops.triton.attention import paged_attention
 from octavo.ops.triton.attention_decode import decode
 from octavo.ops.triton.attention_fused import rotary_and_attend
@@ -262,7 +262,7 @@ def time_fused(block_size: int) -> None:
         for name, heads in SHAPES.items():
             caches, args = fused_inputs(batch, length, heads, block_size, layers)
             calls: list[Callable[..., Tensor]] = [two_calls, one_call]
-            for block_n, programs in variants:
+            for block_n, programs in variants if batch <= attention_fused.MAX_REQUESTS else ():
                 splits = max(1, programs * runtime.num_multiprocessors(GPU) // (batch * KV_HEADS))
                 calls.append(partial(one_call, num_splits=splits, block_n=block_n))
             times = [graph_microseconds([partial(call, cache, *args) for cache in caches]) for call in calls]
