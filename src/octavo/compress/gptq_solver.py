@@ -175,10 +175,8 @@ def _order(diagonal: Tensor, by_importance: bool) -> Tensor:
 
 
 def _quadratic(rows: Tensor, hessian: Tensor) -> Tensor:
-    """rows H rows' of each row, to three digits: it is for the report."""
-    with bfloat16_products(len(hessian) <= 2 * _SMALL):  # it copies the Hessian, and a large one takes much
-        product = rows @ hessian
-    return torch.linalg.vecdot(product, rows)
+    """rows H rows' of each row."""
+    return torch.linalg.vecdot(rows @ hessian, rows)
 
 
 def inverse_factor(hessian: Tensor, order: Tensor, dampening_frac: float) -> tuple[Tensor | None, float | None]:

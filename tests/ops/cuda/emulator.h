@@ -31,7 +31,6 @@ inline Dim thread, block, grid;
 inline std::vector<unsigned char> shared;
 inline std::vector<ucontext_t> fibers;
 inline std::vector<char> done;
-inline std::vector<Lane> lanes[2];  // what each thread brought to its warp's product, alternately
 inline std::vector<int> turns;      // products that a thread has taken part in
 inline std::vector<int> arrived, released;  // by barrier: one a warp, one for the block, one for part of it
 inline ucontext_t scheduler;
@@ -90,7 +89,6 @@ inline void run_block(int threads) {
     fibers.assign(threads, {});
     done.assign(threads, 0);
     turns.assign(threads, 0);
-    for (auto& bank : lanes) bank.assign(threads, {});
     arrived.assign(threads / 32 + 2, 0);
     released.assign(threads / 32 + 2, 0);
     for (int i = 0; i < threads; i++) {
@@ -277,38 +275,21 @@ inline uint32_t signed_codes(uint32_t word) { return (word ^ 0x88888888u) & 0xf0
 inline uint32_t bits_of(float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return bits; }
 inline float number_of(uint32_t bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 
-// mma.m16n8k32, as PTX lays out its fragments: lane 4 g + t has rows g and g + 8 of A, column g of B.
-inline void mma_int8(int* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
-    using namespace emulator;
-    const int me = thread.x, warp = me / 32, lane = me % 32, t = lane % 4;
-    auto& bank = lanes[turns[me]++ % 2];
-    bank[me] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
-    barrier(warp, 32);
-    thread.x = me;
-    const auto byte = [](uint32_t word, int i) { return (int)(int8_t)(word >> 8 * i & 255); };
-    for (int cell = 0; cell < 4; cell++) {
-        const int high = cell / 2, column = 2 * t + cell % 2;
-        for (int k = 0; k < 32; k++) {
-            const int owner = k % 16 / 4, upper = k / 16;
-            const Lane& row = bank[warp * 32 + lane / 4 * 4 + owner];
-            const Lane& other = bank[warp * 32 + 4 * column + owner];
-            c[cell] += byte(row.a[2 * upper + high], k % 4) * byte(other.b[upper], k % 4);
-        }
-    }
-}
-
-// mma.m16n8k16 of bf16, likewise.
-inline void mma_bf16(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
-    using namespace emulator;
-    const int me = thread.x, warp = me / 32, lane = me % 32, t = lane % 4;
-    auto& bank = lanes[turns[me]++ % 2];
-    bank[me] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
-    barrier(warp, 32);
-    thread.x = me;
+// mma, as PTX lays out its fragments: lane 4 g + t has rows g and g + 8 of A and column g of B, `a_word` numbers a register.
+template <typename Sum, typename Number>
+inline void multiply_matrices(Sum* c, const uint32_t* a, uint32_t b0, uint32_t b1, int a_word, Number number) {
+    const emulator::Lane* warp = of_warp(emulator::Lane{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+    const int lane = emulator::thread.x % 32;
     for (int cell = 0; cell < 4; cell++)
-        for (int k = 0; k < 16; k++) {
-            const int owner = k % 8 / 2, upper = k / 8, column = 2 * t + cell % 2;
-            c[cell] += bf16(bank[warp * 32 + lane / 4 * 4 + owner].a[2 * upper + cell / 2], k % 2) *
-                       bf16(bank[warp * 32 + 4 * column + owner].b[upper], k % 2);
+        for (int k = 0; k < 8 * a_word; k++) {
+            const int owner = k % (4 * a_word) / a_word, upper = k / (4 * a_word), column = lane % 4 * 2 + cell % 2;
+            c[cell] += number(warp[lane / 4 * 4 + owner].a[2 * upper + cell / 2], k % a_word) *
+                       number(warp[4 * column + owner].b[upper], k % a_word);
         }
+}
+inline void mma_int8(int* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
+    multiply_matrices(c, a, b0, b1, 4, [](uint32_t word, int i) { return (int)(int8_t)(word >> 8 * i & 255); });
+}
+inline void mma_bf16(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
+    multiply_matrices(c, a, b0, b1, 2, emulator::bf16);
 }

@@ -186,7 +186,7 @@ def test_sizes_fit_a_multiprocessor_and_leave_a_stage_to_one_warp(head_dim: int,
     assert sizes.stages % sizes.warps == 0
     declared = 17920  # bytes that a block declares itself, and what the hardware keeps of each
     assert sizes.resident * (sizes.shared_bytes(shape) + declared) <= 227 << 10
-    assert sizes.resident * (sizes.warps + 2) * 32 * 168 <= 65536  # registers
+    assert sizes.resident * (sizes.warps + 2) * 32 * 168 <= 65536  # registers: as many as NVRTC 13.0 gives the largest
 
 
 @needs_compiler

@@ -4,6 +4,8 @@ Each program of `attention_decode` turns its own group of queries out of the row
 the last part of a context turns the new key too, writes it and its value to their page, and begins its softmax with
 them out of registers; no program reads them from memory. While the projection ahead still runs, each program learns
 its place and asks for its first keys and values: nothing of that is what the projection writes.
+
+Steps of many requests take the kernel in CUDA C++ (`octavo.ops.cuda.decode_attention`) where it serves them.
 """
 
 from __future__ import annotations
